@@ -1,0 +1,62 @@
+"""Launch parameters: a small reviewed table, chosen from static facts only.
+
+Nothing here looks at a device value, so a captured graph and an eager call run the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tritonattn.spec import AttentionSpec
+
+# Requests with at most this many query tokens take the split-KV path; longer ones take query tiles.
+MAX_DECODE_Q_LEN = 8
+
+# Split-KV work is cut so that about this many programs per multiprocessor have something to do.
+DECODE_CTAS_PER_SM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tile and launch shape of one attention kernel."""
+
+    block_m: int  # rows of a query tile: tokens x heads of a GQA group
+    block_n: int  # KV tokens of a tile
+    num_warps: int
+    num_stages: int
+
+
+def pow2_ceil(x: int) -> int:
+    """Return the smallest power of two that is at least `x`."""
+    return 1 << max(0, (x - 1).bit_length())
+
+
+def decode_tile(spec: AttentionSpec) -> TileConfig:
+    """Choose the tile of the split-KV kernel: all rows of a short request in one tile, if 64 hold them."""
+    q_len = spec.max_q_len if spec.max_q_len <= MAX_DECODE_Q_LEN else 1
+    block_m = min(64, max(16, pow2_ceil(q_len * spec.group_size)))
+    wide = max(spec.head_dim_qk, spec.head_dim_vo) > 128 or spec.q_dtype == torch.float32
+    block_n = 32 if wide else 64
+    return TileConfig(block_m, block_n, num_warps=4, num_stages=3 if spec.q_dtype.itemsize == 2 else 2)
+
+
+def prefill_tile(spec: AttentionSpec) -> TileConfig:
+    """Choose the tile of the prefill kernel."""
+    if spec.q_dtype == torch.float32:
+        return TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
+    if max(spec.head_dim_qk, spec.head_dim_vo) > 128:
+        return TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+
+
+def split_programs(spec: AttentionSpec) -> int:
+    """Return how many (request, KV head, KV chunk) programs split-KV work should fill."""
+    return max(1, _num_sms(spec.device) * DECODE_CTAS_PER_SM) if spec.device.type == "cuda" else 1
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

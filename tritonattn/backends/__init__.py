@@ -1,0 +1,69 @@
+"""Backends behind one Protocol: `triton` (ours), `flashinfer` (the peer), `reference` (the fp64 oracle).
+
+A backend is a module-level object with a name, a verdict, a per-step plan and a per-layer run. Each lives in
+the module of its name and is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tritonattn.layout import PagedKVCache, PageTable
+from tritonattn.spec import AttentionSpec
+
+BACKENDS = ("triton", "flashinfer", "reference")
+
+
+class UnsupportedError(ValueError):
+    """A backend lacks something that the call asks for; the message says what and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call: the tensors that `AttentionSpec` describes."""
+
+    spec: AttentionSpec
+    q: Tensor  # [total_q, num_qo_heads, head_dim_qk], device
+    cache: PagedKVCache
+    table: PageTable
+    qo_indptr: Tensor  # [batch + 1] int32, device
+    out: Tensor  # [total_q, num_qo_heads, head_dim_vo], device
+    lse: Tensor | None  # [total_q, num_qo_heads] float32, device
+    sm_scale: float
+    lse_base: str  # "log2" or "e"
+
+
+class Backend(Protocol):
+    """What dispatch needs from a backend."""
+
+    name: str
+
+    def refusal(self, spec: AttentionSpec) -> str | None:
+        """Return why the backend cannot take the call, as a sentence, or None."""
+
+    def plan(
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Tensor | None
+    ) -> Any:
+        """Do the work that all layers of a step share; return what `run` needs of it."""
+
+    def run(self, call: AttentionCall, state: Any) -> None:
+        """Write the rows of `call.out` (and `call.lse`) that belong to requests."""
+
+
+def get_backend(name: str) -> Backend:
+    """Return a backend by name; raise `ValueError` for an unknown one."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {name!r}")
+    backend: Backend = importlib.import_module(f"tritonattn.backends.{name}").BACKEND
+    return backend
+
+
+def missing_features(spec: AttentionSpec, name: str) -> str | None:
+    """Refuse every optional feature: none is built yet for this backend."""
+    if not spec.features:
+        return None
+    return f"the {name} backend does not support {', '.join(spec.features)} yet"

@@ -1,0 +1,42 @@
+"""The fp64 oracle as a backend: right and slow, any device, reads metadata on the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tritonattn.backends import AttentionCall, missing_features
+from tritonattn.layout import PageTable
+from tritonattn.reference import attention
+from tritonattn.spec import AttentionSpec
+
+
+class ReferenceBackend:
+    """Plain torch in fp64."""
+
+    name = "reference"
+
+    def refusal(self, spec: AttentionSpec) -> str | None:
+        """Return why the oracle cannot take the call, or None."""
+        return missing_features(spec, self.name)
+
+    def plan(
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Tensor | None
+    ) -> None:
+        """Nothing is shared between layers."""
+
+    def run(self, call: AttentionCall, state: None) -> None:
+        """Compute request by request."""
+        attention.paged_attention(
+            call.q,
+            call.cache,
+            call.table,
+            call.qo_indptr,
+            call.out,
+            call.lse,
+            causal=call.spec.causal,
+            sm_scale=call.sm_scale,
+            lse_base=call.lse_base,
+        )
+
+
+BACKEND = ReferenceBackend()

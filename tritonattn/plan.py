@@ -1,0 +1,88 @@
+"""The plan of a step: its metadata, and the work that its layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tritonattn.backends import get_backend
+from tritonattn.layout import PagedKVCache, PageTable
+from tritonattn.spec import AttentionSpec
+
+
+class AttentionPlan:
+    """The metadata of one step and the work that its layers share; made by `plan_attention`.
+
+    A backend's part is made at most once, on the stream that is current then: by `plan_attention` when it
+    knows the geometry of the layers, otherwise by the first layer. For replay in a CUDA graph it must happen
+    inside the capture.
+    """
+
+    def __init__(
+        self,
+        qo_indptr: Tensor,
+        table: PageTable,
+        *,
+        causal: bool,
+        max_q_len: int | None,
+        max_kv_len: int | None,
+        workspace: Tensor | None = None,
+    ) -> None:
+        self.qo_indptr = qo_indptr
+        self.table = table
+        self.causal = causal
+        self.max_q_len = max_q_len
+        self.max_kv_len = max_kv_len
+        self._workspace = workspace
+        self._made: tuple[AttentionSpec, str, Any] | None = None
+
+    def spec(self, q: Tensor, cache: PagedKVCache, features: tuple[str, ...]) -> AttentionSpec:
+        """Describe a layer's call under this plan."""
+        total_q = q.size(0)
+        return AttentionSpec(
+            device=q.device,
+            q_dtype=q.dtype,
+            kv_dtype=cache.dtype,
+            num_qo_heads=q.size(1),
+            num_kv_heads=cache.num_kv_heads,
+            head_dim_qk=cache.head_dim_qk,
+            head_dim_vo=cache.head_dim_vo,
+            page_size=cache.page_size,
+            batch_size=self.table.batch_size,
+            total_q=total_q,
+            max_q_len=total_q if self.max_q_len is None else min(self.max_q_len, total_q),
+            max_kv_len=self.table.max_kv_len if self.max_kv_len is None else self.max_kv_len,
+            is_csr=self.table.is_csr,
+            causal=self.causal,
+            features=features,
+        )
+
+    def state(self, spec: AttentionSpec, backend: str) -> Any:
+        """Return the backend's part, making it at the first call."""
+        if self._made is None:
+            made = get_backend(backend).plan(spec, self.table, self.qo_indptr, self._workspace)
+            self._made = (spec, backend, made)
+        elif self._made[:2] != (spec, backend):
+            raise ValueError(
+                "one plan serves layers of one geometry on one backend: it was made for "
+                f"{self._made[1]} with {self._made[0]}, this call is for {backend} with {spec}"
+            )
+        return self._made[2]
+
+    def check_same_step(
+        self, qo_indptr: Tensor | None, seq_lens: Tensor | None, causal: bool
+    ) -> None:
+        """Refuse metadata beside a plan that was made from other metadata."""
+        given = (
+            ("qo_indptr", qo_indptr, self.qo_indptr),
+            ("seq_lens", seq_lens, self.table.lengths),
+        )
+        for name, tensor, planned in given:
+            if tensor is not None and tensor.data_ptr() != planned.data_ptr():
+                raise ValueError(
+                    f"{name} is not the tensor that the plan was made from: leave it out, or plan the "
+                    "step from it"
+                )
+        if causal != self.causal:
+            raise ValueError(f"the plan was made with causal={self.causal}, got causal={causal}")

@@ -28,7 +28,7 @@ HISTOGRAM_BUCKETS = 16  # 0, [1, 2), [2, 4), ..., [2^13, 2^14), and 2^14 or more
 # Rows whose oracle lies further below the largest than this are judged as if they were that
 # large: what is left after cancellation carries the rounding of what cancelled.
 _ROW_FLOOR = 2.0**-8
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 18
 _INT64_MAX = torch.iinfo(torch.int64).max
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -260,8 +260,10 @@ def _row_chunks(tensors: list[Tensor], width: int) -> Iterator[list[Tensor]]:
         return
     flat = [tensor.detach().reshape(-1, width) for tensor in tensors]
     step = max(1, _CHUNK_ELEMENTS // width)
+    device = tensors[0].device
     for start in range(0, flat[0].shape[0], step):
-        yield [rows[start : start + step].to(tensors[0].device) for rows in flat]
+        # Contiguous, so that the order of the sums does not depend on the strides of the input.
+        yield [rows[start : start + step].to(device).contiguous() for rows in flat]
 
 
 def _largest_finite(oracle: Tensor) -> float:

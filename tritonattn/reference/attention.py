@@ -28,7 +28,14 @@ def visible(q_len: int, kv_len: int, causal: bool, device: torch.device) -> Tens
     return key <= position if causal else torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sm_scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
     """Attend one request.
 
     Parameters
@@ -38,22 +45,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) ->
     mask : Tensor, shape [q_len, kv_len], bool
         True where the key takes part.
     sm_scale : float
+    dtype : torch.dtype
+        Of both products. Below float64 this is no oracle but eager attention as model code writes it, with
+        the softmax in float32: a second implementation, whose error is the measure of ours.
 
     Returns
     -------
-    out : Tensor, shape [q_len, num_qo_heads, head_dim_vo], float64
+    out : Tensor, shape [q_len, num_qo_heads, head_dim_vo], `dtype`
         0 where a row sees no key.
-    lse : Tensor, shape [q_len, num_qo_heads], float64
+    lse : Tensor, shape [q_len, num_qo_heads], float32 or wider
         Natural log; -inf where a row sees no key.
     """
     group = q.size(1) // k.size(1)
-    k = k.double().repeat_interleave(group, dim=1)
-    v = v.double().repeat_interleave(group, dim=1)
-    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * sm_scale
+    k = k.to(dtype).repeat_interleave(group, dim=1)
+    v = v.to(dtype).repeat_interleave(group, dim=1)
+    logits = torch.einsum("qhd,khd->hqk", q.to(dtype), k)
+    logits = logits.to(torch.promote_types(dtype, torch.float32)) * sm_scale
     logits = logits.masked_fill(~mask, -math.inf)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~mask, 0.0)
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)
+    return torch.einsum("hqk,khd->qhd", weights.to(dtype), v), lse.transpose(0, 1)
 
 
 def paged_attention(
@@ -67,6 +78,7 @@ def paged_attention(
     causal: bool,
     sm_scale: float,
     lse_base: str,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Write `out` and `lse` of every row that belongs to a request; leave the others untouched."""
     ends = qo_indptr.tolist()
@@ -77,7 +89,7 @@ def paged_attention(
         page_ids = table.row(request)
         k, v = (gather(pages, page_ids, kv_len) for pages in (cache.k, cache.v))
         mask = visible(rows.stop - rows.start, kv_len, causal, q.device)
-        request_out, request_lse = attention(q[rows], k, v, mask, sm_scale)
+        request_out, request_lse = attention(q[rows], k, v, mask, sm_scale, dtype)
         out[rows] = request_out.to(out.dtype)
         if lse is not None:
             unit = 1.0 if lse_base == "e" else math.log2(math.e)

@@ -1,0 +1,254 @@
+"""Compile the kernels ahead of time, as their launchers launch them, and judge the binaries.
+
+No GPU is needed: a stand-in driver names the target, launches become compilations, and tensors have shapes but no
+memory. So what is checked is what runs: real launchers, real launch parameters, real specialisation.
+
+    python tests/aot/check.py [--target sm_90 ...] [--case NAME ...]
+
+Each row says what a binary costs. A row fails on: no compilation, spills where none are meant, more shared memory
+than the chip has, loads of K and V narrower than 16 bytes, no tensor-core instruction in a 16-bit kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tritonattn.backends import triton as triton_backend
+from tritonattn.kernels import _config
+from tritonattn.kernels import decode as decode_op
+from tritonattn.kernels import plan as plan_op
+from tritonattn.kernels import prefill as prefill_op
+from tritonattn.layout import PagedKVCache, PageTable
+from tritonattn.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Target:
+    """A chip: what Triton calls it and what a program may use of it."""
+
+    gpu: GPUTarget
+    num_sms: int
+    shared_bytes: int
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 108, 166_912),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 132, 232_448),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 148, 232_448),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 304, 65_536),
+}
+
+
+class AheadOfTimeDriver:
+    """What `JITFunction.run` asks of a driver before it launches."""
+
+    def __init__(self, gpu: GPUTarget) -> None:
+        self.gpu = gpu
+
+    def get_current_target(self) -> GPUTarget:
+        return self.gpu
+
+    def get_current_device(self) -> int:
+        # Triton keeps its caches per device: one number for each target.
+        return int(re.sub(r"\D", "", str(self.gpu.arch)))
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(target: Target) -> Iterator[list[Any]]:
+    """Turn launches into compilations for `target`; yield the list of compiled kernels."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    driver.set_active(AheadOfTimeDriver(target.gpu))
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(_config, "_num_sms", lambda device: target.num_sms),
+    ):
+        yield compiled
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Static facts of an attention call to compile."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 16
+    max_q_len: int = 1  # 1: decode kernels; 512: prefill as well
+    csr: bool = False
+    spills: bool = False  # allowed
+
+    def launch(self) -> None:
+        """Run the planner and the attention launchers as `paged_attention` would."""
+        batch, width = 64, 128
+        meta: dict[str, Any] = {"dtype": torch.int32, "device": "meta"}
+        shape = (4096, 2, self.page_size, self.num_kv_heads, self.head_dim)
+        cache = PagedKVCache.of(torch.empty(shape, dtype=self.dtype, device="meta"))
+        lengths = torch.empty(batch, **meta)
+        if self.csr:
+            table = PageTable.csr(
+                torch.empty(batch + 1, **meta), torch.empty(batch * width, **meta), lengths, self.page_size
+            )
+        else:
+            table = PageTable.dense(torch.empty(batch, width, **meta), lengths, self.page_size)
+        spec = AttentionSpec(
+            device=torch.device("cuda"),
+            q_dtype=self.dtype,
+            kv_dtype=self.dtype,
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim_qk=self.head_dim,
+            head_dim_vo=self.head_dim,
+            page_size=self.page_size,
+            batch_size=batch,
+            total_q=batch * self.max_q_len,
+            max_q_len=self.max_q_len,
+            max_kv_len=table.max_kv_len,
+            is_csr=self.csr,
+            causal=True,
+        )
+        q = torch.empty(
+            spec.total_q, self.num_qo_heads, self.head_dim, dtype=self.dtype, device="meta"
+        )
+        lse = torch.empty(spec.total_q, self.num_qo_heads, device="meta")
+        workspace = torch.empty(
+            triton_backend.workspace_bytes(spec), dtype=torch.uint8, device="meta"
+        )
+        work = plan_op.carve(spec, workspace[: plan_op.workspace_bytes(spec)])
+        partials = decode_op.carve(spec, workspace[: decode_op.workspace_bytes(spec)])
+        plan_op.plan(spec, table, lengths, work)
+        scales = {"sm_scale_log2": 0.1, "lse_scale": 1.0}
+        if work.capacity.prefill:
+            prefill_op.prefill(spec, q, cache, table, work, q, lse, **scales)
+        else:
+            decode_op.decode(spec, q, cache, table, work, partials, q, lse, **scales)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode-h32/8-d128-bf16-p16": AttentionCase(32, 8, 128).launch,
+    "decode-h32/8-d128-fp16-p16-csr": AttentionCase(32, 8, 128, torch.float16, csr=True).launch,
+    "decode-h28/4-d128-bf16-p1": AttentionCase(28, 4, 128, page_size=1).launch,
+    "decode-h32/32-d128-bf16-p64": AttentionCase(32, 32, 128, page_size=64).launch,
+    "decode-h9/3-d64-bf16-p16": AttentionCase(9, 3, 64).launch,
+    "decode-h16/8-d256-bf16-p16": AttentionCase(16, 8, 256).launch,
+    "decode-h40/8-d80-fp16-p272": AttentionCase(40, 8, 80, torch.float16, page_size=272).launch,
+    "decode-q5-h32/8-d128-bf16-p16": AttentionCase(32, 8, 128, max_q_len=5).launch,
+    "decode-h8/2-d64-fp32-p16": AttentionCase(8, 2, 64, torch.float32).launch,
+    "prefill-h32/8-d128-bf16-p16": AttentionCase(32, 8, 128, max_q_len=512).launch,
+    "prefill-h32/8-d128-fp16-p64": AttentionCase(
+        32, 8, 128, torch.float16, page_size=64, max_q_len=512
+    ).launch,
+    "prefill-h28/4-d128-bf16-p1": AttentionCase(28, 4, 128, page_size=1, max_q_len=512).launch,
+    "prefill-h9/3-d64-bf16-p16": AttentionCase(9, 3, 64, max_q_len=512).launch,
+    "prefill-h16/8-d256-bf16-p16": AttentionCase(16, 8, 256, max_q_len=512).launch,
+    "prefill-h8/2-d128-fp32-p16": AttentionCase(8, 2, 128, torch.float32, max_q_len=512).launch,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one binary costs and what is wrong with it."""
+
+    kernel: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    mma: int
+    wide_loads: int  # 16-byte asynchronous copies or loads
+    faults: tuple[str, ...]
+
+
+def judge(kernel: Any, target: Target) -> Row:
+    """Read a compiled kernel's costs and compare them with what is meant."""
+    name = kernel.metadata.name
+    if target.gpu.backend == "cuda":
+        registers, spills = _cuda_resources(kernel.asm["cubin"])
+        code = kernel.asm["ptx"]
+        mma = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", code))
+        wide = len(re.findall(r"cp\.async\.c[ag].*0x10,|ld\.global[.\w:]*\.v4\.b32|v2\.b64", code))
+    else:
+        code = kernel.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1])  # type: ignore[index]
+        spills = 4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1])  # type: ignore[index]
+        mma = len(re.findall(r"v_mfma", code))
+        wide = len(re.findall(r"(global|buffer)_load_dwordx4", code))
+    faults = []
+    if spills:
+        faults.append(f"{spills} bytes spilled")
+    if kernel.metadata.shared > target.shared_bytes:
+        faults.append(f"{kernel.metadata.shared} bytes of shared memory > {target.shared_bytes}")
+    attends = name in ("decode_split_kernel", "prefill_kernel")
+    if attends and not mma and "fp32" not in name:
+        faults.append("no tensor-core instruction")
+    if attends and not wide:
+        faults.append("no 16-byte loads")
+    return Row(name, registers, spills, kernel.metadata.shared, mma, wide, tuple(faults))
+
+
+def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    """Compile the chosen cases for the chosen targets; return 1 if a row fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--target", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--case", nargs="*", default=list(CASES))
+    arguments = parser.parse_args()
+    failures = 0
+    print(f"triton {triton.__version__}")
+    for target_name in arguments.target:
+        target = TARGETS[target_name]
+        for case in arguments.case:
+            with compiling(target) as compiled:
+                CASES[case]()
+            for kernel in compiled:
+                row = judge(kernel, target)
+                failures += bool(row.faults)
+                print(
+                    f"{'FAIL' if row.faults else 'ok':4} {target_name:7} {case:32} {row.kernel:20} "
+                    f"regs {row.registers:3} spill {row.spill_bytes:4} shared {row.shared_bytes:6} "
+                    f"mma {row.mma:3} wide {row.wide_loads:3} {'; '.join(row.faults)}",
+                    flush=True,
+                )
+    print(f"{failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

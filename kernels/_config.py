@@ -46,17 +46,37 @@ def decode_tile(spec: AttentionSpec) -> TileConfig:
 def prefill_tile(spec: AttentionSpec) -> TileConfig:
     """Choose the tile of the prefill kernel."""
     if spec.q_dtype == torch.float32:
-        return TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        return TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)
     if max(spec.head_dim_qk, spec.head_dim_vo) > 128:
         return TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    if not chip(spec.device).has_wgmma:
+        # Operands pass through registers there: a tile of 64 x 64 on four warps would spill.
+        return TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)
     return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What launch parameters depend on."""
+
+    num_sms: int  # multiprocessors
+    has_wgmma: bool  # matrix instructions that read their operands from shared memory
+
+
+@functools.cache
+def chip(device: torch.device) -> Chip:
+    """Describe a device; the CPU stands for one program at a time."""
+    if device.type == "cpu":
+        return Chip(num_sms=1, has_wgmma=True)
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(
+        num_sms=properties.multi_processor_count,
+        has_wgmma=torch.version.hip is None and properties.major >= 9,
+    )
 
 
 def split_programs(spec: AttentionSpec) -> int:
     """Return how many (request, KV head, KV chunk) programs split-KV work should fill."""
-    return max(1, _num_sms(spec.device) * DECODE_CTAS_PER_SM) if spec.device.type == "cuda" else 1
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if spec.device.type == "cpu":
+        return 1
+    return chip(spec.device).num_sms * DECODE_CTAS_PER_SM

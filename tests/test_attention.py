@@ -256,3 +256,18 @@ def test_same_input_twice_is_bitwise_equal() -> None:
     first = tritonattn.paged_attention(**inputs.arguments(), return_lse=True)
     second = tritonattn.paged_attention(**inputs.arguments(), return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_fi_3130_page_offset_past_32_bits() -> None:
+    """FI 3130: page 65536 x stride 65536. The pool is address space only: untouched memory costs nothing."""
+    inputs = make_inputs(AttentionCase((1, 10), (19, 21), 4, 2, 16, page_size=16))
+    small, page, stride = inputs.kv_cache, 65536, 65536
+    storage = torch.empty((page + small.size(0)) * stride, dtype=torch.uint8).view(small.dtype)
+    stride //= small.element_size()
+    pool = storage.as_strided((page + small.size(0), *small.shape[1:]), (stride, *small.stride()[1:]))
+    pool[page:] = small
+    table = inputs.table["block_table"]
+    far = torch.where(table >= 0, table + page, table)
+    expected = tritonattn.paged_attention(**inputs.arguments())
+    got = tritonattn.paged_attention(**{**inputs.arguments(), "kv_cache": pool, "block_table": far})
+    assert torch.equal(got, expected)

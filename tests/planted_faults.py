@@ -1,0 +1,227 @@
+"""Check the tests: plant one fault at a time in a copy of the sources and see that a named test fails.
+
+    python tests/planted_faults.py [NAME ...]
+
+Each fault is a line of code that a real bug changed somewhere. A fault that no longer matches its source, or that
+its test does not catch, fails the run. Grow the list with each feature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One replacement in one file, and the test that must notice."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+FAULTS = [
+    Fault(
+        "causal-top-left",
+        "kernels/_common.py",
+        "limit = kv_len - q_len + token + 1",
+        "limit = token + 1",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "causal-off-by-one",
+        "kernels/_common.py",
+        "limit = kv_len - q_len + token + 1",
+        "limit = kv_len - q_len + token",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "mask-includes-its-limit",
+        "kernels/_common.py",
+        "key[None, :] < limit[:, None]",
+        "key[None, :] <= limit[:, None]",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "lse-base-always-two",
+        "tritonattn/backends/triton.py",
+        '1.0 if call.lse_base == "log2" else math.log(2.0)',
+        "1.0",
+        "tests/test_attention.py::test_lse_bases",
+    ),
+    Fault(
+        "lse-without-maximum",
+        "kernels/_common.py",
+        "(m + tl.log2(tl.where(empty, 1.0, l))) * lse_scale",
+        "tl.log2(tl.where(empty, 1.0, l)) * lse_scale",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "k-and-v-strides-swapped",
+        "kernels/decode.py",
+        "        *kernel_strides(cache.k),\n        *kernel_strides(cache.v),",
+        "        *kernel_strides(cache.v),\n        *kernel_strides(cache.k),",
+        "tests/test_attention.py::test_fi_860_different_value_dim",
+    ),
+    Fault(
+        "page-offset-in-32-bits",
+        "kernels/_common.py",
+        "page_now = page.to(tl.int64)",
+        "page_now = page.to(tl.int32)",
+        "tests/test_attention.py::test_fi_3130_page_offset_past_32_bits",
+    ),
+    Fault(
+        "tail-of-v-not-masked",
+        "kernels/_common.py",
+        "mask=mask_n & mask_dv, other=0.0)",
+        "mask=mask_dv, other=0.0)",
+        "tests/test_attention.py::test_vllm_47305_unread_slots_of_the_last_page",
+    ),
+    Fault(
+        "finite-minus-infinity",
+        "kernels/_common.py",
+        's = tl.where(key[None, :] < limit[:, None], s, -float("inf"))',
+        "s = tl.where(key[None, :] < limit[:, None], s, -5e4)",
+        "tests/test_attention.py::test_fi_4267_extreme_logits",
+    ),
+    Fault(
+        "empty-row-divides-by-zero",
+        "kernels/_common.py",
+        "out = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, l))[:, None]",
+        "out = acc * (1.0 / l)[:, None]",
+        "tests/test_attention.py::test_fi_353_empty_requests",
+    ),
+    Fault(
+        "first-page-of-the-table-for-all",
+        "kernels/_common.py",
+        "return page_ids_ptr + tl.load(indptr_ptr + request)",
+        "return page_ids_ptr + tl.load(indptr_ptr + request) - tl.load(indptr_ptr)",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "page-size-rounded-to-the-tile",
+        "kernels/_common.py",
+        "slot = (key % PAGE_SIZE).to(tl.int64)",
+        "slot = (offs_n % PAGE_SIZE).to(tl.int64)",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "group-of-heads-mixed-up",
+        "kernels/_common.py",
+        "kv_head * GROUP + row % GROUP",
+        "kv_head + row % GROUP",
+        "tests/test_attention.py::test_fi_996_group_sizes",
+    ),
+    Fault(
+        "merge-forgets-a-slot",
+        "kernels/decode.py",
+        "mask_s = done + offs_s < count",
+        "mask_s = done + offs_s < count - 1",
+        "tests/test_attention.py::test_splits_do_not_change_the_result",
+    ),
+    Fault(
+        "merge-without-rescaling",
+        "kernels/decode.py",
+        "weight = tl.exp2(m_s - m_safe)",
+        "weight = tl.exp2(m_s - m_s)",
+        "tests/test_attention.py::test_splits_do_not_change_the_result",
+    ),
+    Fault(
+        "chunk-skips-a-tile",
+        "kernels/plan.py",
+        "kv_start = (rank % splits) * size",
+        "kv_start = (rank % splits) * (size + 1)",
+        "tests/test_plan.py::test_equals_its_twin_on_any_batch",
+    ),
+    Fault(
+        "stale-work-items",
+        "kernels/plan.py",
+        "split_ptr, item, item < split_capacity, q_start,",
+        "split_ptr, item, live, q_start,",
+        "tests/test_plan.py::test_a_smaller_plan_leaves_nothing_of_a_larger_one",
+    ),
+    Fault(
+        "length-not-clamped-to-the-table",
+        "kernels/plan.py",
+        "kv_len = tl.minimum(tl.maximum(length, 0), room)",
+        "kv_len = tl.maximum(length, 0)",
+        "tests/test_attention.py::test_length_beyond_the_table_is_clamped",
+    ),
+    Fault(
+        "last-page-len-counts-an-empty-request",
+        "kernels/plan.py",
+        "kv_len = tl.where(room > 0, room - PAGE_SIZE + last, 0)",
+        "kv_len = tl.maximum(room - PAGE_SIZE, 0) + last",
+        "tests/test_plan.py::test_lengths_from_last_page_len",
+    ),
+    Fault(
+        "rows-past-the-batch-written",
+        "kernels/_common.py",
+        "token, kv_head * GROUP + row % GROUP, token < q_len",
+        "token, kv_head * GROUP + row % GROUP, token <= q_len",
+        "tests/test_attention.py::test_geometry",
+    ),
+    Fault(
+        "plan-of-other-metadata-accepted",
+        "tritonattn/plan.py",
+        "if tensor is not None and tensor.data_ptr() != planned.data_ptr():",
+        "if False:",
+        "tests/test_attention.py::test_a_plan_refuses_another_step_or_geometry",
+    ),
+]
+
+
+def verdict(fault: Fault) -> str:
+    """Return "" if the test of a fault catches it, else what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("kernels", "perf", "tritonattn", "tests"):
+            shutil.copytree(ROOT / name, copy / name, symlinks=True)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        source = copy / fault.file
+        text = source.read_text()
+        if text.count(fault.right) != 1:
+            return f"{fault.right!r} stands {text.count(fault.right)} times in {fault.file}"
+        source.write_text(text.replace(fault.right, fault.wrong))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.test]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        run = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        if run.returncode == 0:
+            return f"{fault.test} passes all the same"
+        # 1 is "tests ran and some failed"; anything else (a missing test, a broken import) proves nothing.
+        if run.returncode != 1 or "ImportError" in run.stdout or "SyntaxError" in run.stdout:
+            return f"{fault.test} did not run:\n{run.stdout[-1500:]}{run.stderr[-500:]}"
+        return ""
+
+
+def main() -> int:
+    """Plant all faults, or those named; return 1 if one goes unnoticed."""
+    parser = argparse.ArgumentParser(description="Plant faults and see that the tests notice.")
+    parser.add_argument("name", nargs="*", help="default: all")
+    names = parser.parse_args().name
+    faults = [fault for fault in FAULTS if not names or fault.name in names]
+    missed = 0
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for fault, problem in zip(faults, pool.map(verdict, faults), strict=True):
+            missed += bool(problem)
+            print(f"{'MISSED' if problem else 'caught'} {fault.name}: {problem or fault.test}", flush=True)
+    print(f"{len(faults)} planted, {missed} missed")
+    return 1 if missed or not faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -202,7 +202,10 @@ def verdict(fault: Fault) -> str:
         )
         if run.returncode == 0:
             return f"{fault.test} passes all the same"
-        # 1 is "tests ran and some failed"; anything else (a missing test, a broken import) proves nothing.
+        # A wild address may end the process by a signal: caught as well. 1 is "tests ran and some failed";
+        # anything else (a missing test, a broken import) proves nothing.
+        if run.returncode < 0:
+            return ""
         if run.returncode != 1 or "ImportError" in run.stdout or "SyntaxError" in run.stdout:
             return f"{fault.test} did not run:\n{run.stdout[-1500:]}{run.stderr[-500:]}"
         return ""

@@ -1,11 +1,13 @@
 """Jit helpers that the attention kernels share: addressing, the tile loop, the softmax numerics.
 
-Numerics: logits and softmax in fp32, base 2 with `sm_scale * log2(e)` folded into one factor; the state of
-a row is (m, l, acc) with m the running maximum in log2 units, l the sum of exp2(logit - m) and acc the
-unnormalised output (online softmax, Milakov and Gimelshein 2018; split and merged as in Flash-Decoding).
-Masked logits are a true -inf, never a finite stand-in, so that any finite logit outweighs a masked one.
+Numerics: logits and softmax in fp32, base 2 with `sm_scale * log2(e)` folded into one factor; the
+state of a row is (m, l, acc) with m the running maximum in log2 units, l the sum of exp2(logit - m)
+and acc the unnormalised output (online softmax, Milakov and Gimelshein 2018; split and merged as in
+Flash-Decoding). Masked logits are a true -inf, never a finite stand-in, so that any finite logit
+outweighs a masked one.
 
-Rows of a query tile are (token, head of the GQA group) pairs: row r is token r // GROUP, head r % GROUP.
+Rows of a query tile are (token, head of the GQA group) pairs: row r is token r // GROUP, head r %
+GROUP.
 """
 
 from __future__ import annotations
@@ -91,8 +93,9 @@ def attend(
 ):
     """Fold keys [kv_start, kv_end) of one request and head into the state of a query tile.
 
-    `kv_start` is a multiple of BLOCK_N. Without MASKED every row must see every key of the range and the
-    range must be whole tiles. Nothing outside the range is read: its slots may hold anything.
+    `kv_start` is a multiple of BLOCK_N. Without MASKED every row must see every key of the range
+    and the range must be whole tiles. Nothing outside the range is read: its slots may hold
+    anything.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -117,7 +120,9 @@ def attend(
             # V is masked as well: a stray NaN would survive its zero probability.
             mask_n = (key < kv_end)[:, None]
             k = tl.load(k_ptr + offs_k[:, None] + offs_d[None, :], mask=mask_n & mask_d, other=0.0)
-            v = tl.load(v_ptr + offs_v[:, None] + offs_dv[None, :], mask=mask_n & mask_dv, other=0.0)
+            v = tl.load(
+                v_ptr + offs_v[:, None] + offs_dv[None, :], mask=mask_n & mask_dv, other=0.0
+            )
         else:
             k = tl.load(k_ptr + offs_k[:, None] + offs_d[None, :], mask=mask_d, other=0.0)
             v = tl.load(v_ptr + offs_v[:, None] + offs_dv[None, :], mask=mask_dv, other=0.0)
@@ -159,9 +164,7 @@ def store_rows(
     HAS_LSE: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Normalise a state and write output and LSE (log2 units times `lse_scale`); rows that saw no key
-    give 0 and -inf.
-    """
+    """Normalise a state and write output and LSE; rows that saw no key give 0 and -inf."""
     offs_dv = tl.arange(0, BLOCK_DV)
     row = (q_start + token).to(tl.int64)
     head = head.to(tl.int64)

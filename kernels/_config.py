@@ -35,12 +35,14 @@ def pow2_ceil(x: int) -> int:
 
 
 def decode_tile(spec: AttentionSpec) -> TileConfig:
-    """Choose the tile of the split-KV kernel: all rows of a short request in one tile, if 64 hold them."""
+    """Choose the tile of the split-KV kernel: all rows of a request in one, if 64 hold them."""
     q_len = spec.max_q_len if spec.max_q_len <= MAX_DECODE_Q_LEN else 1
     block_m = min(64, max(16, pow2_ceil(q_len * spec.group_size)))
     wide = max(spec.head_dim_qk, spec.head_dim_vo) > 128 or spec.q_dtype == torch.float32
     block_n = 32 if wide else 64
-    return TileConfig(block_m, block_n, num_warps=4, num_stages=3 if spec.q_dtype.itemsize == 2 else 2)
+    return TileConfig(
+        block_m, block_n, num_warps=4, num_stages=3 if spec.q_dtype.itemsize == 2 else 2
+    )
 
 
 def prefill_tile(spec: AttentionSpec) -> TileConfig:

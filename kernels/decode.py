@@ -1,12 +1,13 @@
-"""Split-KV attention for short queries (decode and speculative decode), and the merge of its splits.
+"""Split-KV attention for short queries (decode, speculative decode), and the merge of its splits.
 
-    layout   q [total_q, Hq, D], pages of K and V by strides -> out [total_q, Hq, Dv], lse [total_q, Hq]
+    layout   q [total_q, Hq, D], strided pages of K, V -> out [total_q, Hq, Dv], lse [total_q, Hq]
     grid     split: one program per (split item, KV head); merge: per (merge item, KV head, row)
     method   rows of a GQA group share a tile; state (m, l, acc) over the item's keys;
              whole request -> out, else -> slot; merge: weights 2^(m_i - max m) over the slots
 
-The work lists come from `plan.py`; grids are their capacities, surplus programs exit at once. Partial states
-are fp32 in the workspace: acc [slots, Hkv, BLOCK_M, Dv padded], then m and l [slots, Hkv, 2, BLOCK_M].
+The work lists come from `plan.py`; grids are their capacities, surplus programs exit at once.
+Partial states are fp32 in the workspace: acc [slots, Hkv, BLOCK_M, Dv padded], then m and l [slots,
+Hkv, 2, BLOCK_M].
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tritonattn.layout import PagedKVCache, PageTable, kernel_strides
 from tritonattn.spec import AttentionSpec
 
 
-def _split_metadata(grid, kernel, args):  # type: ignore[no-untyped-def]
+def _split_metadata(grid, kernel, args):
     return {"name": f"decode_split_kernel_d{args['HEAD_DIM_QK']}_g{args['GROUP']}"}
 
 
@@ -88,7 +89,16 @@ def decode_split_kernel(
 
     token, head, mask_m = tile_rows(q_len, q_tile, kv_head, GROUP, BLOCK_M)
     q = load_q(
-        q_ptr, q_start, token, head, mask_m, stride_q_tok, stride_q_head, HEAD_DIM_QK, BLOCK_D, UPCAST
+        q_ptr,
+        q_start,
+        token,
+        head,
+        mask_m,
+        stride_q_tok,
+        stride_q_head,
+        HEAD_DIM_QK,
+        BLOCK_D,
+        UPCAST,
     )
     limit = visible_keys(token, mask_m, q_len, kv_len, CAUSAL)
     m, l, acc = attend(
@@ -133,7 +143,7 @@ def decode_split_kernel(
         tl.store(ml_ptr + state * (2 * BLOCK_M) + BLOCK_M + offs_m, l, mask=mask_m)
 
 
-def _merge_metadata(grid, kernel, args):  # type: ignore[no-untyped-def]
+def _merge_metadata(grid, kernel, args):
     return {"name": f"decode_merge_kernel_d{args['HEAD_DIM_VO']}_g{args['GROUP']}"}
 
 
@@ -157,7 +167,7 @@ def decode_merge_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Merge the partial states of one row; the order of slots is fixed, so repeats agree bitwise."""
+    """Merge the partial states of a row, in the order of slots, so that repeats agree bitwise."""
     row = tl.program_id(0) % BLOCK_M
     kv_head = tl.program_id(0) // BLOCK_M % NUM_KV_HEADS
     record = work_ptr + tl.program_id(0) // (BLOCK_M * NUM_KV_HEADS) * RECORD

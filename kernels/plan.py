@@ -1,19 +1,19 @@
 """Work lists of a step, made on the device from the lengths.
 
-    layout   qo_indptr [batch + 1], lengths [batch], indptr [batch + 1] int32 -> three lists of int32 records
+    layout   qo_indptr [batch + 1], lengths [batch], indptr [batch + 1] -> three int32 lists
     grid     one program
-    method   tiles per request -> chunk size from their sum -> prefix sums -> binary search, one item a lane
+    method   tiles per request -> chunk size from their sum -> prefix sums -> binary search
 
-A request with at most MAX_DECODE_Q_LEN query tokens is cut into (query tile, KV chunk) items, a longer one
-into query tiles. Chunks are equal: the tiles of all requests over the programs wanted, so that no request
-costs more than its share. Each KV head runs the same list. All entries up to capacity are written at every
-launch; surplus ones have q_len 0, which the attention kernels skip.
+A request with at most MAX_DECODE_Q_LEN query tokens is cut into (query tile, KV chunk) items, a
+longer one into query tiles. Chunks are equal: the tiles of all requests over the programs wanted,
+so that no request costs more than its share. Each KV head runs the same list. All entries up to
+capacity are written at every launch; surplus ones have q_len 0, which the attention kernels skip.
 
     split and prefill item   q_start, q_len, q_tile, kv_start, kv_end, kv_len, request, slot
     merge item               q_start, q_len, q_tile, first slot, number of slots, -, -, -
 
-A split item whose slot is -1 holds all keys of its rows and writes the output itself; the others leave a
-partial state in their slot, and a merge item names the slots of one query tile.
+A split item whose slot is -1 holds all keys of its rows and writes the output itself; the others
+leave a partial state in their slot, and a merge item names the slots of one query tile.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _shares(
     DECODE_BLOCK_N: tl.constexpr,
     PREFILL_BLOCK_M: tl.constexpr,
 ):
-    """Return query tiles and splits of a request on the split path, and its query tiles on the other."""
+    """Return query tiles and splits of a request on the split path, query tiles on the other."""
     is_decode = q_len <= MAX_DECODE_Q
     q_tiles = tl.where(is_decode, tl.cdiv(q_len * GROUP, DECODE_BLOCK_M), 0)
     splits = tl.maximum(tl.cdiv(tl.cdiv(kv_len, DECODE_BLOCK_N), chunk_tiles), 1)
@@ -116,14 +116,21 @@ def _store_record(list_ptr, item, mask, f0, f1, f2, f3, f4, f5, f6, f7):
     tl.store(record + 7, f7, mask=mask)
 
 
-def _metadata(grid, kernel, args):  # type: ignore[no-untyped-def]
+def _metadata(grid, kernel, args):
     return {"name": f"plan_kernel_b{args['batch_size']}"}
 
 
 @triton.jit(
     launch_metadata=_metadata,
-    do_not_specialize=["batch_size", "total_q", "table_width", "programs", "split_capacity"]
-    + ["merge_capacity", "prefill_capacity"],
+    do_not_specialize=[
+        "batch_size",
+        "total_q",
+        "table_width",
+        "programs",
+        "split_capacity",
+        "merge_capacity",
+        "prefill_capacity",
+    ],
 )
 def plan_kernel(
     qo_indptr_ptr,
@@ -153,7 +160,7 @@ def plan_kernel(
     SEARCH_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill the three lists; see the module docstring. `cum_ptr` is scratch, [4, batch_size] int32."""
+    """Fill the three lists of the module docstring. `cum_ptr` is scratch, [4, batch_size] int32."""
     offs = tl.arange(0, BLOCK)
     tiles = tl.zeros([BLOCK], tl.int64)
     for first in range(0, batch_size, BLOCK):
@@ -194,7 +201,9 @@ def plan_kernel(
         tl.store(cum + batch_size, num_slots + tl.cumsum(slots, 0) - slots, mask=mask)
         tl.store(cum + 2 * batch_size, num_merge + tl.cumsum(merges, 0) - merges, mask=mask)
         tl.store(
-            cum + 3 * batch_size, num_prefill + tl.cumsum(prefill_tiles, 0) - prefill_tiles, mask=mask
+            cum + 3 * batch_size,
+            num_prefill + tl.cumsum(prefill_tiles, 0) - prefill_tiles,
+            mask=mask,
         )
         num_split += tl.sum(items, 0)
         num_slots += tl.sum(slots, 0)
@@ -220,8 +229,8 @@ def plan_kernel(
         size = tl.cdiv(tl.cdiv(kv_len, DECODE_BLOCK_N), splits) * DECODE_BLOCK_N
         kv_start = (rank % splits) * size
         _store_record(
-            split_ptr, item, item < split_capacity, q_start, tl.where(live, q_len, 0), rank // splits,
-            kv_start, tl.minimum(kv_start + size, kv_len), kv_len, request,
+            split_ptr, item, item < split_capacity, q_start, tl.where(live, q_len, 0),
+            rank // splits, kv_start, tl.minimum(kv_start + size, kv_len), kv_len, request,
             tl.where(splits > 1, slot, -1),
         )  # fmt: skip
 
@@ -253,7 +262,8 @@ def plan_kernel(
             PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN,
         )  # fmt: skip
         rank = item - tl.load(cum_ptr + 3 * batch_size + request, mask=live, other=0)
-        # Last tile first: with a causal mask it has the most keys, and long work should start early.
+        # Last tile first: with a causal mask it has the most keys, and long work should start
+        # early.
         q_tile = tl.cdiv(q_len * GROUP, PREFILL_BLOCK_M) - 1 - rank
         if CAUSAL:
             last_row = tl.minimum((q_tile + 1) * PREFILL_BLOCK_M, q_len * GROUP) - 1
@@ -261,8 +271,8 @@ def plan_kernel(
         else:
             kv_end = kv_len
         _store_record(
-            prefill_ptr, item, item < prefill_capacity, q_start, tl.where(live, q_len, 0), q_tile, 0,
-            kv_end, kv_len, request, -1,
+            prefill_ptr, item, item < prefill_capacity, q_start, tl.where(live, q_len, 0), q_tile,
+            0, kv_end, kv_len, request, -1,
         )  # fmt: skip
 
 
@@ -279,16 +289,18 @@ class WorkCapacity:
     def of(cls, spec: AttentionSpec) -> WorkCapacity:
         """Bound the lists.
 
-        With T tiles in all, a chunk has at least T * num_kv_heads / programs of them, so cutting adds at
-        most `programs / num_kv_heads` items to one per query tile, and only a query tile with more than
-        a chunk is cut.
+        With T tiles in all, a chunk has at least T * num_kv_heads / programs of them, so cutting
+        adds at most `programs / num_kv_heads` items to one per query tile, and only a query tile
+        with more than a chunk is cut.
         """
         shares = split_programs(spec) // spec.num_kv_heads
         rows = spec.total_q * spec.group_size
         q_len = min(spec.max_q_len, MAX_DECODE_Q_LEN)
         nonempty = min(spec.batch_size, spec.total_q)
         tile = decode_tile(spec)
-        q_tiles = min(nonempty * -(-q_len * spec.group_size // tile.block_m), rows // tile.block_m + nonempty)
+        q_tiles = min(
+            nonempty * -(-q_len * spec.group_size // tile.block_m), rows // tile.block_m + nonempty
+        )
         long_requests = min(spec.batch_size, spec.total_q // (MAX_DECODE_Q_LEN + 1))
         has_prefill = spec.max_q_len > MAX_DECODE_Q_LEN
         merge = min(shares, q_tiles)

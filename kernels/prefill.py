@@ -1,11 +1,11 @@
 """Attention of varlen queries over the paged cache, one query tile a program (portable Triton).
 
-    layout   q [total_q, Hq, D], pages of K and V by strides -> out [total_q, Hq, Dv], lse [total_q, Hq]
-    grid     one program per (prefill item, KV head), all items of a head side by side so that they share L2
-    method   whole tiles that every row sees, without a mask; then the rest with one; normalise and write
+    layout   q [total_q, Hq, D], strided pages of K, V -> out [total_q, Hq, Dv], lse [total_q, Hq]
+    grid     one program per (prefill item, KV head), items of a head side by side to share L2
+    method   whole tiles that every row sees, without a mask; then the rest with one; write
 
-Rows pack the tokens and the GQA group, so any group size fills its tiles. The work list comes from `plan.py`;
-the grid is its capacity, surplus programs exit at once.
+Rows pack the tokens and the GQA group, so any group size fills its tiles. The work list comes from
+`plan.py`; the grid is its capacity, surplus programs exit at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tritonattn.layout import PagedKVCache, PageTable, kernel_strides
 from tritonattn.spec import AttentionSpec
 
 
-def _metadata(grid, kernel, args):  # type: ignore[no-untyped-def]
+def _metadata(grid, kernel, args):
     return {"name": f"prefill_kernel_d{args['HEAD_DIM_QK']}_g{args['GROUP']}"}
 
 
@@ -80,7 +80,16 @@ def prefill_kernel(
 
     token, head, mask_m = tile_rows(q_len, q_tile, kv_head, GROUP, BLOCK_M)
     q = load_q(
-        q_ptr, q_start, token, head, mask_m, stride_q_tok, stride_q_head, HEAD_DIM_QK, BLOCK_D, UPCAST
+        q_ptr,
+        q_start,
+        token,
+        head,
+        mask_m,
+        stride_q_tok,
+        stride_q_head,
+        HEAD_DIM_QK,
+        BLOCK_D,
+        UPCAST,
     )
     limit = visible_keys(token, mask_m, q_len, kv_len, CAUSAL)
     if CAUSAL:

@@ -2,8 +2,9 @@
 
     python -m tritonattn.perf.block_ops [--out FILE.csv]
 
-Pages are drawn at random, so neither side of a copy is contiguous. A device copy counts bytes read and written. The
-time on the device and the time of an eager call, host work included, are columns of their own.
+Pages are drawn at random, so neither side of a copy is contiguous. A device copy counts bytes read
+and written. The time on the device and the time of an eager call, host work included, are columns
+of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Work = Callable[[], Any]
 
 
 def device_us(work: Work, rounds: int = 15) -> float:
-    """Return the median time on the device: a spinning kernel ahead hides what the host does meanwhile."""
+    """Return the median time on the device: a spinning kernel ahead hides the host's work."""
     samples = []
     for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,7 +67,9 @@ def mapping() -> torch.Tensor:
 
 def works() -> dict[str, tuple[Work, int, str]]:
     """Return name -> (work, bytes moved, name of the plain copy to hold it against)."""
-    caches = [torch.randn(PAGES, *PAGE_SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
+    caches = [
+        torch.randn(PAGES, *PAGE_SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)
+    ]
     pairs = mapping()
     plain = torch.randn(2, LAYERS * MOVED * PAGE_BYTES // 2, device="cuda", dtype=torch.bfloat16)
     layer = torch.randn(2, MOVED * PAGE_BYTES // 2, device="cuda", dtype=torch.bfloat16)
@@ -84,7 +87,8 @@ def works() -> dict[str, tuple[Work, int, str]]:
         ),
         "device copy, 1 layer": (lambda: layer[1].copy_(layer[0]), one * 2, ""),
         "swap_blocks, 1 layer": (
-            lambda: tritonattn.swap_blocks(caches[0], caches[1], pairs), one * 2, "device copy, 1 layer",
+            lambda: tritonattn.swap_blocks(caches[0], caches[1], pairs), one * 2,
+            "device copy, 1 layer",
         ),
         "pinned copy to host": (lambda: flat.copy_(device_flat, non_blocking=True), one, ""),
         "swap_blocks to host": (

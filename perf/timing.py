@@ -47,7 +47,8 @@ def interleaved_us(
     Parameters
     ----------
     works : dict
-        Name -> work to time. Each takes its turn in every round, so that clocks and heat are shared.
+        Name -> work to time. Each takes its turn in every round, so that clocks and heat are
+        shared.
     rounds : int
     calls : int
         Calls in one measured unit: of a graph replay, or of an eager loop.
@@ -80,7 +81,9 @@ def environment() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0],
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Session set-up: without a GPU the kernels run in Triton's interpreter; GPU tests then say why they do not run."""
+"""Without a GPU the kernels run in Triton's interpreter, and GPU tests say why they do not run."""
 
 import os
 

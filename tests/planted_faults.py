@@ -1,9 +1,9 @@
-"""Check the tests: plant one fault at a time in a copy of the sources and see that a named test fails.
+"""Check the tests: plant one fault at a time in a copy of the sources; a named test must fail.
 
     python tests/planted_faults.py [NAME ...]
 
-Each fault is a line of code that a real bug changed somewhere. A fault that no longer matches its source, or that
-its test does not catch, fails the run. Grow the list with each feature.
+Each fault is a line of code that a real bug changed somewhere. A fault that no longer matches its
+source, or that its test does not catch, fails the run. Grow the list with each feature.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def verdict(fault: Fault) -> str:
         )
         if run.returncode == 0:
             return f"{fault.test} passes all the same"
-        # A wild address may end the process by a signal: caught as well. 1 is "tests ran and some failed";
-        # anything else (a missing test, a broken import) proves nothing.
+        # A wild address may end the process by a signal: caught as well. 1 is "tests ran and some
+        # failed"; anything else (a missing test, a broken import) proves nothing.
         if run.returncode < 0:
             return ""
         if run.returncode != 1 or "ImportError" in run.stdout or "SyntaxError" in run.stdout:
@@ -221,7 +221,10 @@ def main() -> int:
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for fault, problem in zip(faults, pool.map(verdict, faults), strict=True):
             missed += bool(problem)
-            print(f"{'MISSED' if problem else 'caught'} {fault.name}: {problem or fault.test}", flush=True)
+            print(
+                f"{'MISSED' if problem else 'caught'} {fault.name}: {problem or fault.test}",
+                flush=True,
+            )
     print(f"{len(faults)} planted, {missed} missed")
     return 1 if missed or not faults else 0
 

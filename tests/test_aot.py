@@ -1,4 +1,4 @@
-"""The kernels compile ahead of time for every supported chip, without spills and within shared memory."""
+"""The kernels compile ahead of time for every chip, without spills, within shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECK = Path(__file__).parent / "aot/check.py"
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles_for(target: str) -> None:
-    """In a process of its own: kernels that run in the interpreter cannot be compiled in the same one."""
+    """In a process of its own: what runs in the interpreter cannot be compiled beside it."""
     run = subprocess.run(
         [sys.executable, CHECK, "--target", target], capture_output=True, text=True, check=False
     )

@@ -1,7 +1,7 @@
-"""`paged_attention` in Triton's interpreter against the fp64 reference, over layouts, lengths and shapes.
+"""`paged_attention` in Triton's interpreter against the fp64 reference: layouts, lengths, shapes.
 
-Tolerance: the interpreter computes dots in fp32, so what remains is fp32 rounding and one rounding to the output's
-dtype. Both are bounded from the data, not tuned.
+Tolerance: the interpreter computes dots in fp32, so what remains is fp32 rounding and one rounding
+to the output's dtype. Both are bounded from the data, not tuned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SENTINEL = 7.0
 
 
 def check(inputs: Any, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run both backends into sentinel-filled outputs; assert agreement and untouched padding rows."""
+    """Run both backends into sentinel-filled outputs; assert agreement, untouched padding."""
     call = {**inputs.arguments(), **arguments}
     q, v = call["q"], call["kv_cache"]
     v = v[1] if isinstance(v, tuple) else v
@@ -61,15 +61,22 @@ def test_geometry(case: AttentionCase) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_fi_527_storage(storage: Any, kv_layout: Any) -> None:
     """FI 527, aiter 3498: strides come from the tensors, also with as many heads as K and V."""
-    check(make_inputs(AttentionCase((1, 10), (19, 21), storage=storage, kv_layout=kv_layout, head_dim=16)))
+    check(
+        make_inputs(
+            AttentionCase((1, 10), (19, 21), storage=storage, kv_layout=kv_layout, head_dim=16)
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    ("num_qo_heads", "num_kv_heads"), [(9, 3), (10, 2), (6, 1), (14, 2), (16, 1), (48, 1), (71, 1), (4, 4)]
+    ("num_qo_heads", "num_kv_heads"),
+    [(9, 3), (10, 2), (6, 1), (14, 2), (16, 1), (48, 1), (71, 1), (4, 4)],
 )
 def test_fi_996_group_sizes(num_qo_heads: int, num_kv_heads: int) -> None:
-    """FI 996, 2684, 3563, vLLM 18100: GQA groups 3, 5, 6, 7, 16, 48, 71 and 1, decode and prefill."""
-    case = AttentionCase((1, 9), (18, 20), num_qo_heads, num_kv_heads, head_dim=16, dtype=torch.float16)
+    """FI 996, 2684, 3563, vLLM 18100: GQA groups 1 to 71, decode and prefill."""
+    case = AttentionCase(
+        (1, 9), (18, 20), num_qo_heads, num_kv_heads, head_dim=16, dtype=torch.float16
+    )
     check(make_inputs(case))
 
 
@@ -101,7 +108,7 @@ def test_vllm_57017_zero_length_between() -> None:
 
 
 def test_vllm_57156_padded_rows_name_a_poisoned_page() -> None:
-    """vLLM 57156, SGL 1469: padded requests point at page 0 (NaN) with any length; only live rows count."""
+    """vLLM 57156, SGL 1469: padded requests point at page 0 (NaN) with any length."""
     inputs = make_inputs(AttentionCase((1, 1, 0, 0), (5, 9, 0, 0), head_dim=16))
     inputs.table["block_table"][2:] = 0
     for fill in (0, 1, 9, 2**31 - 1):
@@ -111,7 +118,7 @@ def test_vllm_57156_padded_rows_name_a_poisoned_page() -> None:
 
 
 def test_vllm_47305_unread_slots_of_the_last_page() -> None:
-    """vLLM 47305, FI 1046, 941: page 16, length 17, NaN after it; make_inputs poisons what is unread."""
+    """vLLM 47305, FI 1046, 941: page 16, length 17, NaN after it (make_inputs poisons)."""
     inputs = make_inputs(AttentionCase((1, 12), (17, 17), head_dim=16))
     assert inputs.kv_cache.isnan().any()
     out, _ = check(inputs)
@@ -221,7 +228,7 @@ def test_lse_bases() -> None:
 
 
 def test_strided_q_out_and_lse() -> None:
-    """q as a slice of a fused projection, out and lse as slices of larger tensors."""
+    """Q as a slice of a fused projection, out and lse as slices of larger tensors."""
     inputs = make_inputs(AttentionCase((1, 10), (19, 21), 4, 2, 16, dtype=torch.float32))
     expected = tritonattn.paged_attention(**inputs.arguments(), backend="reference")
     fused = torch.full((*inputs.q.shape[:2], 48), math.nan)
@@ -259,12 +266,14 @@ def test_same_input_twice_is_bitwise_equal() -> None:
 
 
 def test_fi_3130_page_offset_past_32_bits() -> None:
-    """FI 3130: page 65536 x stride 65536. The pool is address space only: untouched memory costs nothing."""
+    """FI 3130: page 65536 x stride 65536. Untouched memory of the pool costs nothing."""
     inputs = make_inputs(AttentionCase((1, 10), (19, 21), 4, 2, 16, page_size=16))
     small, page, stride = inputs.kv_cache, 65536, 65536
     storage = torch.empty((page + small.size(0)) * stride, dtype=torch.uint8).view(small.dtype)
     stride //= small.element_size()
-    pool = storage.as_strided((page + small.size(0), *small.shape[1:]), (stride, *small.stride()[1:]))
+    pool = storage.as_strided(
+        (page + small.size(0), *small.shape[1:]), (stride, *small.stride()[1:])
+    )
     pool[page:] = small
     table = inputs.table["block_table"]
     far = torch.where(table >= 0, table + page, table)

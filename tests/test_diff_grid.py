@@ -1,4 +1,4 @@
-"""`tritonattn diff` on the CPU: what it prints, writes, dumps and replays, and that it fails when it must."""
+"""`tritonattn diff` on the CPU: what it prints, writes, dumps, replays, and that it can fail."""
 
 from __future__ import annotations
 

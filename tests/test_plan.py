@@ -36,7 +36,9 @@ class Batch:
         lengths = torch.tensor(self.kv_lens, dtype=torch.int32)
         if self.csr:
             indptr = torch.tensor([3, *pages], dtype=torch.int32).cumsum(0).int()
-            return PageTable.csr(indptr, torch.zeros(int(indptr[-1]), dtype=torch.int32), lengths, PAGE)
+            return PageTable.csr(
+                indptr, torch.zeros(int(indptr[-1]), dtype=torch.int32), lengths, PAGE
+            )
         width = max(pages, default=0) + 1
         return PageTable.dense(torch.zeros(len(pages), width, dtype=torch.int32), lengths, PAGE)
 
@@ -73,7 +75,9 @@ def make_batches() -> st.SearchStrategy[Batch]:
     )
 
 
-def planned(batch: Batch, poison: int) -> tuple[plan_op.WorkLists, tuple[list[Any], ...], AttentionSpec]:
+def planned(
+    batch: Batch, poison: int
+) -> tuple[plan_op.WorkLists, tuple[list[Any], ...], AttentionSpec]:
     """Return the kernel's lists, made over poisoned memory, and the twin's."""
     table = batch.table()
     spec = batch.spec(table)
@@ -129,7 +133,7 @@ def test_many_requests_beside_a_long_one(csr: bool) -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(make_batches())
 def test_each_key_of_each_row_is_attended_once(batch: Batch) -> None:
-    """A property of the schedule itself, on the twin: no key left out, none twice, chunks within a share."""
+    """A property of the schedule itself, on the twin: no key left out, none twice."""
     table = batch.table()
     spec = batch.spec(table)
     tile = _config.decode_tile(spec)
@@ -201,7 +205,7 @@ def test_capacity_bounds_what_tables_can_ask_for() -> None:
 
 
 def test_lengths_from_last_page_len() -> None:
-    """A request without pages has length 0 whatever last_page_len says; others count their last page."""
+    """A request without pages has length 0 whatever last_page_len says."""
     indptr = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     last = torch.tensor([3, 1, 4], dtype=torch.int32)
     table = PageTable.csr(

@@ -1,4 +1,4 @@
-"""What `paged_attention` and `plan_attention` refuse: before any launch, naming the argument and what is allowed."""
+"""What `paged_attention` and `plan_attention` refuse, before any launch, and in what words."""
 
 from __future__ import annotations
 
@@ -44,16 +44,18 @@ INT32 = {"dtype": torch.int32}
         (ValueError, "kv_layout must be 'NHD' or 'HND', got 'nhd'", {"kv_layout": "nhd"}),
         (ValueError, r"q must be \[total_q", {"q": torch.ones(13, 64)}),
         (ValueError, "last dimension of q must have stride 1", {"q": torch.ones(13, 16, 4).mT}),
-        (TypeError, "q must be float16, bfloat16 or float32", {"q": torch.ones(13, 4, 16).double()}),
+        (TypeError, "q must be float16, bfloat16 or float32", {"q": torch.ones(9, 4, 16).double()}),
         (TypeError, "cache must have q's dtype", {"q": torch.ones(13, 4, 16)}),
         (ValueError, "head_dim of q must be a multiple of 8 from 16 to 256, got 12",
          {"q": torch.ones(13, 4, 12, dtype=torch.bfloat16)}),
-        (ValueError, "one head_dim, got 32 and 16", {"q": torch.ones(13, 4, 32, dtype=torch.bfloat16)}),
+        (ValueError, "one head_dim, got 32 and 16",
+         {"q": torch.ones(13, 4, 32, dtype=torch.bfloat16)}),
         (ValueError, "positive multiple of num_kv_heads, got 3 and 2",
          {"q": torch.ones(13, 3, 16, dtype=torch.bfloat16)}),
         (ValueError, r"qo_indptr must have batch \+ 1 = 3 entries .* got 1",
          {"qo_indptr": torch.zeros(1, **INT32)}),
-        (TypeError, "qo_indptr must be int32, got torch.int64", {"qo_indptr": torch.zeros(3).long()}),
+        (TypeError, "qo_indptr must be int32, got torch.int64",
+         {"qo_indptr": torch.zeros(3).long()}),
         (TypeError, "seq_lens must be int32", {"seq_lens": torch.ones(2)}),
         (TypeError, "seq_lens must be a torch.Tensor, got list", {"seq_lens": [19, 21]}),
         (ValueError, "num_kv_heads=4 disagrees with the cache, which has 2", {"num_kv_heads": 4}),
@@ -82,7 +84,11 @@ def test_arguments(
 @pytest.mark.parametrize(
     ("error", "match", "shape"),
     [
-        (ValueError, r"kv_cache must be \[num_pages, 2, page_size, num_kv_heads", (2, 7, 16, 2, 16)),
+        (
+            ValueError,
+            r"kv_cache must be \[num_pages, 2, page_size, num_kv_heads",
+            (2, 7, 16, 2, 16),
+        ),
         (ValueError, r"kv_cache must be \[num_pages, 2, page_size, num_kv_heads", (7, 2, 16, 32)),
         (ValueError, "page_size must be at least 1, got 0", (7, 2, 0, 2, 16)),
     ],
@@ -114,7 +120,7 @@ def test_the_table_has_exactly_one_form(either: dict[str, Any]) -> None:
         "indptr": torch.zeros(3, **INT32),
         "indices": torch.zeros(5, **INT32),
     }
-    tables = {key: None for key in other}
+    tables = dict.fromkeys(other)
     refused({**either, **tables}, ValueError, "exactly one of block_table and .* got neither")
     refused({**either, **other}, ValueError, "exactly one of block_table and .* got both")
     only = {**tables, "indptr": other["indptr"]}
@@ -163,7 +169,7 @@ def test_seed_1_an_all_zero_indptr_is_length_0_for_all() -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_seed_1_profile_run(either: dict[str, Any], given: bool) -> None:
     """kv_cache=None: out 0, LSE -inf, nothing is read, any table."""
-    tables = {key: None for key in ("block_table", "indptr", "indices")}
+    tables = dict.fromkeys(("block_table", "indptr", "indices"))
     call = {**either, **tables, "kv_cache": None, "qo_indptr": torch.zeros(1, **INT32)}
     out = torch.full((13, 4, 16), math.nan, dtype=torch.bfloat16) if given else None
     result, lse = tritonattn.paged_attention(**call, out=out, return_lse=True)
@@ -227,7 +233,9 @@ def test_values_are_checked_on_request(
     refused(either, ValueError, "qo_indptr must not decrease", qo_indptr=falling)
     ids = "indices" if "indices" in either else "block_table"
     pages = either["kv_cache"].size(0)
-    refused(either, ValueError, f"the cache has pages 0 to {pages - 1}", **{ids: either[ids] + pages})
+    refused(
+        either, ValueError, f"the cache has pages 0 to {pages - 1}", **{ids: either[ids] + pages}
+    )
 
 
 def test_plan_needs_the_page_size() -> None:

@@ -1,6 +1,7 @@
 """The functional API: `paged_attention`, `plan_attention`, `explain`.
 
-One call serves decode, prefill and mixed batches. Metadata stays on the device: nothing here reads it.
+One call serves decode, prefill and mixed batches. Metadata stays on the device: nothing here reads
+it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan a step once, on the device, for all its layers.
 
-    Takes the metadata arguments of `paged_attention` (see there). With `q` and `kv_cache` (any layer's: only
-    their geometry matters) the work is launched at once, otherwise with the first layer. Inside a CUDA graph
-    call this within the capture, so that a replay plans anew from the lengths that stand there then.
+    Takes the metadata arguments of `paged_attention` (see there). With `q` and `kv_cache` (any
+    layer's: only their geometry matters) the work is launched at once, otherwise with the first
+    layer. Inside a CUDA graph call this within the capture, so that a replay plans anew from the
+    lengths that stand there then.
 
     Returns
     -------
@@ -63,7 +65,9 @@ def plan_attention(
     checks.check_bound("max_kv_len", max_kv_len)
     table = checks.make_page_table(seq_lens, block_table, indptr, indices, page_size)
     checks.check_qo_indptr(qo_indptr, table)
-    plan = AttentionPlan(qo_indptr, table, causal=causal, max_q_len=max_q_len, max_kv_len=max_kv_len)
+    plan = AttentionPlan(
+        qo_indptr, table, causal=causal, max_q_len=max_q_len, max_kv_len=max_kv_len
+    )
     if q is not None and cache is not None:
         spec = _describe(q, cache, plan, ())
         plan.state(spec, dispatch.choose(spec, backend))
@@ -104,17 +108,17 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend varlen queries over a paged KV cache; no host sync, capturable in a CUDA graph.
 
-    Query i of a request stands at position `kv_len - q_len + i`; `causal` keeps keys up to that position.
-    A row that sees no key gives 0 and LSE -inf. Nothing beyond a request's keys is read.
+    Query i of a request stands at position `kv_len - q_len + i`; `causal` keeps keys up to that
+    position. A row that sees no key gives 0 and LSE -inf. Nothing beyond a request's keys is read.
 
     Parameters
     ----------
     q : Tensor, shape [total_q, num_qo_heads, head_dim_qk], float16, bfloat16 or float32
         Queries of all requests; last stride 1. Head dims: multiples of 8 from 16 to 256.
     kv_cache : Tensor, (Tensor, Tensor) or None
-        Combined `[num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD) or
-        `[num_pages, 2, num_kv_heads, page_size, head_dim]` (HND), or a `(k, v)` tuple without the 2; any
-        strides, last stride 1. None is an engine's profiling run: out 0, LSE -inf, nothing is read.
+        Combined `[num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD) or `[num_pages, 2,
+        num_kv_heads, page_size, head_dim]` (HND), or a `(k, v)` tuple without the 2; any strides,
+        last stride 1. None is an engine's profiling run: out 0, LSE -inf, nothing is read.
     qo_indptr : Tensor, shape [batch + 1], int32
         First row of each request in q. Rows past `qo_indptr[-1]` are padding.
     seq_lens : Tensor, shape [batch], int32
@@ -130,8 +134,8 @@ def paged_attention(
     sm_scale : float, optional
         Factor of the logits, `head_dim_qk ** -0.5` by default.
     max_q_len, max_kv_len : int, optional
-        Upper bounds in tokens, `total_q` and the table's capacity by default. `max_kv_len=0` says that a
-        table without columns is meant.
+        Upper bounds in tokens, `total_q` and the table's capacity by default. `max_kv_len=0` says
+        that a table without columns is meant.
     out : Tensor, shape [total_q, num_qo_heads, head_dim_vo], optional
         Written in place; rows outside the batch stay untouched. A new one has 0 there.
     lse : Tensor, shape [total_q, num_qo_heads], float32, optional
@@ -272,7 +276,6 @@ def _describe_call(
     return cache, plan, _describe(q, cache, plan, requested)
 
 
-
 def _describe(
     q: Tensor, cache: PagedKVCache, plan: AttentionPlan, features: tuple[str, ...]
 ) -> AttentionSpec:
@@ -287,7 +290,9 @@ def _profile_run(
     q: Tensor, out: Tensor | None, lse: Tensor | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Answer an engine's memory-profiling run, which has no cache: zeros, and nothing is read."""
-    out, lse = checks.make_results(q, q.size(2) if out is None else out.size(-1), out, lse, return_lse)
+    out, lse = checks.make_results(
+        q, q.size(2) if out is None else out.size(-1), out, lse, return_lse
+    )
     out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)

@@ -99,12 +99,12 @@ def check_bound(name: str, bound: int | None) -> None:
 
 
 def check_has_pages(table: PageTable, total_q: int, max_kv_len: int | None) -> None:
-    """Refuse queries over a table without room for a key, unless `max_kv_len=0` says that it is meant."""
+    """Refuse queries over a table without room for a key, unless `max_kv_len=0` says so."""
     if total_q and table.batch_size and table.width == 0 and max_kv_len != 0:
         what = "indices has no entries" if table.is_csr else "block_table has no columns"
         raise ValueError(
-            f"{what}, but there are {total_q} query tokens and a cache: pass max_kv_len=0 if no request "
-            "has keys, or kv_cache=None for a profiling run"
+            f"{what}, but there are {total_q} query tokens and a cache: pass max_kv_len=0 if no "
+            "request has keys, or kv_cache=None for a profiling run"
         )
 
 
@@ -155,6 +155,8 @@ def check_values(
         raise ValueError(f"max_q_len is {spec.max_q_len}, a request has {int(lengths.max())}")
     # Requests without queries are padding: engines leave anything in their lengths.
     table.check_values(cache.num_pages, live=lengths > 0)
-    longest = int(table.kv_lens().where(lengths.to(table.device) > 0, 0).amax()) if len(lengths) else 0
+    longest = (
+        int(table.kv_lens().where(lengths.to(table.device) > 0, 0).amax()) if len(lengths) else 0
+    )
     if longest > spec.max_kv_len:
         raise ValueError(f"max_kv_len is {spec.max_kv_len}, a request has {longest} keys")

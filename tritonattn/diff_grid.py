@@ -1,7 +1,7 @@
 """`tritonattn diff`: a named grid of cases through a backend, its peer and the fp64 oracle.
 
-A grid is data; `diff_case` turns one case into reports; `run` is the command. A case that fails can be dumped
-to a file with its inputs, and replayed from there.
+A grid is data; `diff_case` turns one case into reports; `run` is the command. A case that fails can
+be dumped to a file with its inputs, and replayed from there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ PEERS = ("flashinfer", "torch")
 PAGE_SIZES = (1, 8, 16, 64)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# (num_qo_heads, num_kv_heads, head_dim): Llama-3 8B, its TP8 shard, Qwen2.5-7B, MHA, SmolLM2, Gemma.
+# (num_qo_heads, num_kv_heads, head_dim): Llama-3 8B, its TP8 shard, Qwen2.5-7B, MHA, SmolLM2,
+# Gemma.
 _SHAPES = [(32, 8, 128), (8, 1, 128), (28, 4, 128), (32, 32, 128), (9, 3, 64), (16, 8, 256)]
 _SMALL_SHAPES = [(4, 2, 16), (9, 3, 32), (7, 1, 64)]
 
-# (q_lens, kv_lens) of a batch: empty and one-token requests, lengths that are no multiple of any tile.
+# (q_lens, kv_lens) of a batch: empty and one-token requests, lengths that are no multiple of any
+# tile.
 _Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 _LENGTHS: dict[str, list[_Lengths]] = {
     "decode": [

@@ -1,4 +1,4 @@
-"""Which backend takes a call, and why: a pure function of the frozen spec and the caller's choice."""
+"""Which backend takes a call, and why: a pure function of the spec and the caller's choice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Where keys and values live: one type for the cache, one for the page table.
 
-A cache is seen as two strided views `k` and `v`, each `[num_pages, page_size, num_kv_heads, head_dim]`,
-whatever the layout it was allocated in: everything below works on these views and their strides.
-The layout is stated by the caller, never inferred: with two KV heads NHD and HND have the same shape.
+A cache is seen as two strided views `k` and `v`, each `[num_pages, page_size, num_kv_heads,
+head_dim]`, whatever the layout it was allocated in: everything below works on these views and their
+strides. The layout is stated by the caller, never inferred: with two KV heads NHD and HND have the
+same shape.
 
     combined NHD  [num_pages, 2, page_size, num_kv_heads, head_dim]
     combined HND  [num_pages, 2, num_kv_heads, page_size, head_dim]
@@ -45,8 +46,8 @@ def check_index_tensor(name: str, tensor: Tensor, device: torch.device, ndim: in
 def kernel_strides(view: Tensor) -> tuple[int, ...]:
     """Return the strides of all but the last dimension, 0 for dimensions of size 1.
 
-    A size-1 dimension may carry any stride (torch leaves it degenerate). Its index is always 0, and a
-    stride of 0 keeps the address arithmetic aligned, so that loads stay vectorised.
+    A size-1 dimension may carry any stride (torch leaves it degenerate). Its index is always 0, and
+    a stride of 0 keeps the address arithmetic aligned, so that loads stay vectorised.
     """
     pairs = zip(view.stride()[:-1], view.shape[:-1], strict=True)
     return tuple(stride if size != 1 else 0 for stride, size in pairs)
@@ -62,7 +63,7 @@ class PagedKVCache:
 
     @classmethod
     def of(cls, kv_cache: KVCacheLike, kv_layout: str = "NHD") -> PagedKVCache:
-        """View a combined tensor or a `(k, v)` tuple; raise `ValueError`/`TypeError` on anything else."""
+        """View a combined tensor or a `(k, v)` tuple; refuse anything else."""
         check_layout(kv_layout)
         k, v = _split(kv_cache, kv_layout)
         if kv_layout == "HND":
@@ -79,7 +80,8 @@ class PagedKVCache:
         for name, view in (("k", k), ("v", v)):
             if view.size(3) > 1 and view.stride(3) != 1:
                 raise ValueError(
-                    f"the last dimension of the {name} cache must have stride 1, got {view.stride(3)}"
+                    f"the last dimension of the {name} cache must have stride 1, "
+                    f"got {view.stride(3)}"
                 )
         return cls(k, v, kv_layout)
 
@@ -121,7 +123,7 @@ class PagedKVCache:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Geometry without strides: pages, page size, KV heads, key and value head dims."""
-        return (*self.k.shape, self.v.size(3))  # type: ignore[return-value]
+        return (*self.k.shape, self.v.size(3))
 
 
 def _split(kv_cache: KVCacheLike, kv_layout: str) -> tuple[Tensor, Tensor]:
@@ -132,8 +134,8 @@ def _split(kv_cache: KVCacheLike, kv_layout: str) -> tuple[Tensor, Tensor]:
         for name, t in zip("kv", kv_cache, strict=True):
             if t.dim() != 4:
                 raise ValueError(
-                    f"{name} of a kv_cache tuple must be [num_pages, {inner}, head_dim] ({kv_layout}), "
-                    f"got shape {tuple(t.shape)}"
+                    f"{name} of a kv_cache tuple must be [num_pages, {inner}, head_dim] "
+                    f"({kv_layout}), got shape {tuple(t.shape)}"
                 )
         return kv_cache
     if not isinstance(kv_cache, Tensor):
@@ -153,8 +155,9 @@ def _split(kv_cache: KVCacheLike, kv_layout: str) -> tuple[Tensor, Tensor]:
 class PageTable:
     """Which pages hold a request's tokens, in order: CSR (FlashInfer) or dense (engines).
 
-    The length of a request comes from `seq_lens` (all keys) or from `last_page_len` (tokens in its last
-    page). It never exceeds what the table's row can hold, and a request without pages has length 0.
+    The length of a request comes from `seq_lens` (all keys) or from `last_page_len` (tokens in its
+    last page). It never exceeds what the table's row can hold, and a request without pages has
+    length 0.
     """
 
     page_ids: Tensor  # CSR: [num_entries]; dense: [batch, width]; int32, device
@@ -165,7 +168,7 @@ class PageTable:
 
     @classmethod
     def dense(cls, block_table: Tensor, seq_lens: Tensor, page_size: int) -> PageTable:
-        """Make a table of `[batch, width]` page ids; entries past a request's pages are never read."""
+        """Make a table of `[batch, width]` page ids; spare entries are never read."""
         check_index_tensor("seq_lens", seq_lens, seq_lens.device)
         check_index_tensor("block_table", block_table, seq_lens.device, ndim=2)
         _check_page_size(page_size)
@@ -186,7 +189,7 @@ class PageTable:
         *,
         from_last_page_len: bool = False,
     ) -> PageTable:
-        """Make a table from `indptr`/`indices`; `indptr[0]` may differ from 0 (a slice of a larger table)."""
+        """Make a table from `indptr`/`indices`; it may be a slice, with `indptr[0]` not 0."""
         name = "last_page_len" if from_last_page_len else "seq_lens"
         check_index_tensor(name, lengths, lengths.device)
         check_index_tensor("indptr", indptr, lengths.device)
@@ -225,7 +228,7 @@ class PageTable:
         return self.width * self.page_size
 
     def kv_lens(self) -> Tensor:
-        """Return `[batch]` int64 lengths, clamped to the table, on the device (no synchronization)."""
+        """Return `[batch]` int64 lengths, clamped to the table, on the device."""
         if self.indptr is None:
             pages = torch.full_like(self.lengths, self.width, dtype=torch.int64)
         else:
@@ -245,7 +248,8 @@ class PageTable:
     def check_values(self, num_pages: int, live: Tensor | None = None) -> None:
         """Raise `ValueError` where values contradict each other; reads them on the host.
 
-        `live` ([batch] bool, CPU) leaves out padded requests, whose lengths and pages may be anything.
+        `live` ([batch] bool, CPU) leaves out padded requests, whose lengths and pages may be
+        anything.
         """
         lengths = self.lengths.long().cpu()
         live = torch.ones_like(lengths, dtype=torch.bool) if live is None else live
@@ -257,7 +261,8 @@ class PageTable:
             _refuse(pages < 0, "indptr decreases", pages)
             if ends.numel() and (int(ends[0]) < 0 or int(ends[-1]) > self.width):
                 raise ValueError(
-                    f"indptr spans [{int(ends[0])}, {int(ends[-1])}], indices has {self.width} entries"
+                    f"indptr spans [{int(ends[0])}, {int(ends[-1])}], indices has "
+                    f"{self.width} entries"
                 )
         _refuse((lengths < 0) & live, "negative length", lengths)
         if self.from_last_page_len:
@@ -271,8 +276,8 @@ class PageTable:
             used = self.row(request)[: -(-kv_lens[request] // self.page_size)]
             if used.numel() and (int(used.min()) < 0 or int(used.max()) >= num_pages):
                 raise ValueError(
-                    f"request {request} names pages from {int(used.min())} to {int(used.max())}, the "
-                    f"cache has pages 0 to {num_pages - 1}"
+                    f"request {request} names pages from {int(used.min())} to {int(used.max())}, "
+                    f"the cache has pages 0 to {num_pages - 1}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The frozen description of one attention call: static facts only, hashable, known without a sync."""
+"""The frozen description of one attention call: static, hashable, known without a sync."""
 
 from __future__ import annotations
 

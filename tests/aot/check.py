@@ -1,12 +1,14 @@
 """Compile the kernels ahead of time, as their launchers launch them, and judge the binaries.
 
-No GPU is needed: a stand-in driver names the target, launches become compilations, and tensors have shapes but no
-memory. So what is checked is what runs: real launchers, real launch parameters, real specialisation.
+No GPU is needed: a stand-in driver names the target, launches become compilations, and tensors have
+shapes but no memory. So what is checked is what runs: real launchers, real launch parameters, real
+specialisation.
 
     python tests/aot/check.py [--target sm_90 ...] [--case NAME ...]
 
-Each row says what a binary costs. A row fails on: no compilation, spills where none are meant, more shared memory
-than the chip has, loads of K and V narrower than 16 bytes, no tensor-core instruction in a 16-bit kernel.
+Each row says what a binary costs. A row fails on: no compilation, spills where none are meant, more
+shared memory than the chip has, loads of K and V narrower than 16 bytes, no tensor-core instruction
+in a 16-bit kernel.
 """
 
 from __future__ import annotations
@@ -50,6 +52,10 @@ class Target:
     shared_bytes: int
 
 
+# ptxas may park a loop-invariant scalar or two on the stack, far from its register limit: no real
+# spill.
+PARKED_BYTES = 16
+
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), _config.Chip(108, False), 166_912),
     "sm_90": Target(GPUTarget("cuda", 90, 32), _config.Chip(132, True), 232_448),
@@ -87,7 +93,7 @@ def compiling(target: Target) -> Iterator[list[Any]]:
     driver.set_active(AheadOfTimeDriver(target.gpu))
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(_config, "chip", lambda device: target.chip),
+        mock.patch.object(_config, "chip", return_value=target.chip),
     ):
         yield compiled
 
@@ -118,7 +124,10 @@ class AttentionCase:
         lengths = torch.empty(batch, **meta)
         if self.csr:
             table = PageTable.csr(
-                torch.empty(batch + 1, **meta), torch.empty(batch * width, **meta), lengths, self.page_size
+                torch.empty(batch + 1, **meta),
+                torch.empty(batch * width, **meta),
+                lengths,
+                self.page_size,
             )
         else:
             table = PageTable.dense(torch.empty(batch, width, **meta), lengths, self.page_size)
@@ -204,7 +213,7 @@ def judge(kernel: Any, target: Target, tensor_cores: bool) -> Row:
         mma = len(re.findall(r"v_mfma", code))
         wide = len(re.findall(r"(global|buffer)_load_dwordx4", code))
     faults = []
-    if spills:
+    if spills > PARKED_BYTES:
         faults.append(f"{spills} bytes spilled")
     if kernel.metadata.shared > target.shared_bytes:
         faults.append(f"{kernel.metadata.shared} bytes of shared memory > {target.shared_bytes}")

@@ -1,7 +1,7 @@
 """Paged attention in fp64, one request and one head group at a time: the oracle of this project.
 
-Written to be read. It gathers the live keys of a request and nothing else, so whatever stands in other pages
-or slots cannot matter, and computes softmax(q k^T * sm_scale) v in plain torch.
+Written to be read. It gathers the live keys of a request and nothing else, so whatever stands in
+other pages or slots cannot matter, and computes softmax(q k^T * sm_scale) v in plain torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tritonattn.layout import PagedKVCache, PageTable
 
 
 def gather(pages: Tensor, page_ids: Tensor, kv_len: int) -> Tensor:
-    """Return the first `kv_len` tokens of `pages [num_pages, page_size, Hkv, D]` named by `page_ids`."""
+    """Return the first `kv_len` tokens of `pages [num_pages, page_size, Hkv, D]`."""
     page_size = pages.size(1)
     used = page_ids[: -(-kv_len // page_size)].long()
     return pages[used].flatten(0, 1)[:kv_len]
@@ -46,8 +46,9 @@ def attention(
         True where the key takes part.
     sm_scale : float
     dtype : torch.dtype
-        Of both products. Below float64 this is no oracle but eager attention as model code writes it, with
-        the softmax in float32: a second implementation, whose error is the measure of ours.
+        Of both products. Below float64 this is no oracle but eager attention as model code writes
+        it, with the softmax in float32: a second implementation, whose error is the measure of
+        ours.
 
     Returns
     -------

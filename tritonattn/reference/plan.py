@@ -1,4 +1,4 @@
-"""Work lists of a step, written to be read: the twin of `kernels/plan.py` in Python loops over requests."""
+"""Work lists of a step, written to be read: `kernels/plan.py` in Python loops over requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Attention calls as data, and their inputs: what tests, `tritonattn diff` and the sweeps share.
 
-Inputs are drawn once from a seeded generator, in the dtype of the case. Pages stand in random order, and all that
-a kernel must not read (unused pages, slots past a request's end, spare table entries) is poisoned.
+Inputs are drawn once from a seeded generator, in the dtype of the case. Pages stand in random
+order, and all that a kernel must not read (unused pages, slots past a request's end, spare table
+entries) is poisoned.
 """
 
 from __future__ import annotations
@@ -77,8 +78,17 @@ class AttentionInputs:
         stated = {"q": self.q, "kv_cache": self.kv_cache, "kv_layout": self.kv_layout}
         return {**stated, **self.metadata()}
 
+    def last_page_table(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a dense table as FlashInfer's classes take it: indptr, indices, last_page_len."""
+        page_size = PagedKVCache.of(self.kv_cache, self.kv_layout).page_size
+        pages = (self.seq_lens + page_size - 1) // page_size
+        block_table = self.table["block_table"]
+        used = torch.arange(block_table.size(1), device=pages.device) < pages[:, None]
+        indptr = torch.cat((pages.new_zeros(1), pages.cumsum(0))).int()
+        return indptr, block_table[used], self.seq_lens - (pages - 1).clamp(min=0) * page_size
+
     def unpoisoned(self) -> AttentionInputs:
-        """Return the same call with 0 in place of NaN in the cache, for peers that read unused slots."""
+        """Return the same call with 0 in place of NaN, for peers that read unused slots."""
         cache = self.kv_cache
         if isinstance(cache, tuple):
             return replace(self, kv_cache=(cache[0].nan_to_num(), cache[1].nan_to_num()))
@@ -132,7 +142,7 @@ def make_inputs(
     pages = [-(-length // case.page_size) for length in case.kv_lens]
     num_pages = sum(pages) + SPARE_PAGES
     order = torch.randperm(num_pages, generator=generator, device=device).int()
-    rows = list(order[: sum(pages)].split(pages))
+    rows = list(torch.split(order[: sum(pages)], pages))
     spare = order[sum(pages) :]
 
     kv_cache = empty_cache(case, num_pages, device)
@@ -167,8 +177,8 @@ def reference_results(
     ----------
     inputs : AttentionInputs
     dtype : torch.dtype
-        float64 gives the oracle, not rounded to q's dtype; q's own dtype gives eager attention, a second
-        implementation where no peer takes a case.
+        float64 gives the oracle, not rounded to q's dtype; q's own dtype gives eager attention, a
+        second implementation where no peer takes a case.
 
     Returns
     -------
@@ -198,7 +208,7 @@ def reference_results(
 
 
 def _dense(rows: list[Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """One column more than any request needs; entries past a request's pages are -1."""
+    """Make a table one column wider than any request needs, -1 past a request's pages."""
     width = max((row.numel() for row in rows), default=0) + 1
     block_table = torch.full((len(rows), width), -1, dtype=torch.int32, device=device)
     for request, row in enumerate(rows):
@@ -207,7 +217,7 @@ def _dense(rows: list[Tensor], device: torch.device | str) -> dict[str, Tensor]:
 
 
 def _csr(rows: list[Tensor], spare: Tensor) -> dict[str, Tensor]:
-    """A slice of a larger table (indptr[0] != 0), with a surplus page at the end of every other row."""
+    """Make a slice of a larger table (indptr[0] != 0), every other row with a surplus page."""
     parts, ends = [spare], [spare.numel()]
     for request, row in enumerate(rows):
         surplus = spare[:1] if request % 2 else spare[:0]

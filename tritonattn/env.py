@@ -3,12 +3,16 @@
 | variable | values | meaning |
 |---|---|---|
 | `TRITONATTN_VALIDATE` | `0` (default), `1` | check values that live on the device (page ids, lengths); synchronizes |
+| `TRITONATTN_CACHE_DIR` | a folder | what the demo keeps; by default `tritonattn` in the user's cache folder |
+| `TRITONATTN_DEMO_MODEL` | a folder | a Hugging Face model for the demo and its GPU test, instead of the packaged one |
 | `TRITON_INTERPRET` | `0` (default), `1` | Triton's own: run kernels on CPU tensors; fixed once Triton is imported |
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 
 def _flag(name: str) -> bool:
@@ -27,3 +31,25 @@ INTERPRET: bool = _flag("TRITON_INTERPRET")
 def validate_values() -> bool:
     """Return whether values that live on the device are to be checked (costs a synchronization)."""
     return _flag("TRITONATTN_VALIDATE")
+
+
+def cache_dir() -> Path:
+    """Return the folder for files that may be made again, by the platform's convention; it may not exist."""
+    chosen = os.environ.get("TRITONATTN_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tritonattn"
+    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tritonattn"
+
+
+def demo_model() -> Path | None:
+    """Return the folder of the model that the demo is to run, if one is chosen."""
+    chosen = os.environ.get("TRITONATTN_DEMO_MODEL")
+    return Path(chosen).expanduser() if chosen else None
+
+
+def with_interpreter() -> dict[str, str]:
+    """Return the environment of a process whose kernels run on CPU tensors."""
+    return {**os.environ, "TRITON_INTERPRET": "1"}

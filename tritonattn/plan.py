@@ -14,9 +14,9 @@ from tritonattn.spec import AttentionSpec
 class AttentionPlan:
     """The metadata of one step and the work that its layers share; made by `plan_attention`.
 
-    A backend's part is made at most once, on the stream that is current then: by `plan_attention` when it
-    knows the geometry of the layers, otherwise by the first layer. For replay in a CUDA graph it must happen
-    inside the capture.
+    A backend's part is made at most once, on the stream that is current then: by `plan_attention`
+    when it knows the geometry of the layers, otherwise by the first layer. For replay in a CUDA
+    graph it must happen inside the capture.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class AttentionPlan:
         max_q_len: int | None,
         max_kv_len: int | None,
         workspace: Tensor | None = None,
+        scratch: Tensor | None = None,
     ) -> None:
         self.qo_indptr = qo_indptr
         self.table = table
@@ -35,6 +36,7 @@ class AttentionPlan:
         self.max_q_len = max_q_len
         self.max_kv_len = max_kv_len
         self._workspace = workspace
+        self._scratch = scratch
         self._made: tuple[AttentionSpec, str, Any] | None = None
 
     def spec(self, q: Tensor, cache: PagedKVCache, features: tuple[str, ...]) -> AttentionSpec:
@@ -61,7 +63,9 @@ class AttentionPlan:
     def state(self, spec: AttentionSpec, backend: str) -> Any:
         """Return the backend's part, making it at the first call."""
         if self._made is None:
-            made = get_backend(backend).plan(spec, self.table, self.qo_indptr, self._workspace)
+            made = get_backend(backend).plan(
+                spec, self.table, self.qo_indptr, self._workspace, self._scratch
+            )
             self._made = (spec, backend, made)
         elif self._made[:2] != (spec, backend):
             raise ValueError(

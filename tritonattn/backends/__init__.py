@@ -1,7 +1,7 @@
-"""Backends behind one Protocol: `triton` (ours), `flashinfer` (the peer), `reference` (the fp64 oracle).
+"""Backends behind one Protocol: `triton` (ours), `flashinfer` (the peer), `reference` (fp64).
 
-A backend is a module-level object with a name, a verdict, a per-step plan and a per-layer run. Each lives in
-the module of its name and is imported when first asked for.
+A backend is a module-level object with a name, a verdict, a per-step plan and a per-layer run. Each
+lives in the module of its name and is imported when first asked for.
 """
 
 from __future__ import annotations
@@ -45,10 +45,23 @@ class Backend(Protocol):
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why the backend cannot take the call, as a sentence, or None."""
 
+    def scratch_bytes(self, spec: AttentionSpec) -> int:
+        """Return what `run` needs of a caller's scratch, in bytes."""
+
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Tensor | None
+        self,
+        spec: AttentionSpec,
+        table: PageTable,
+        qo_indptr: Tensor,
+        workspace: Tensor | None,
+        scratch: Tensor | None = None,
     ) -> Any:
-        """Do the work that all layers of a step share; return what `run` needs of it."""
+        """Do the work that all layers of a step share; return what `run` needs of it.
+
+        `workspace` holds all that a step needs and belongs to this step alone until it is done.
+        `scratch` holds only what lives within one `run`, so that several planned steps may share it
+        in stream order.
+        """
 
     def run(self, call: AttentionCall, state: Any) -> None:
         """Write the rows of `call.out` (and `call.lse`) that belong to requests."""
@@ -67,3 +80,13 @@ def missing_features(spec: AttentionSpec, name: str) -> str | None:
     if not spec.features:
         return None
     return f"the {name} backend does not support {', '.join(spec.features)} yet"
+
+
+def check_scratch(spec: AttentionSpec, needed: int, scratch: Tensor) -> None:
+    """Raise `ValueError` if a caller's scratch is smaller than a backend needs."""
+    if scratch.numel() < needed:
+        raise ValueError(
+            f"the workspace buffer must have at least {needed} bytes for {spec.num_qo_heads}/"
+            f"{spec.num_kv_heads} heads of {spec.head_dim_vo} and batch {spec.batch_size}, "
+            f"got {scratch.numel()}"
+        )

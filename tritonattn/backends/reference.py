@@ -19,8 +19,17 @@ class ReferenceBackend:
         """Return why the oracle cannot take the call, or None."""
         return missing_features(spec, self.name)
 
+    def scratch_bytes(self, spec: AttentionSpec) -> int:
+        """Return 0: torch allocates."""
+        return 0
+
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Tensor | None
+        self,
+        spec: AttentionSpec,
+        table: PageTable,
+        qo_indptr: Tensor,
+        workspace: Tensor | None,
+        scratch: Tensor | None = None,
     ) -> None:
         """Nothing is shared between layers."""
 

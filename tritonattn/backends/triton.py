@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonattn.backends import AttentionCall, missing_features
+from tritonattn.backends import AttentionCall, check_scratch, missing_features
 from tritonattn.env import INTERPRET
 from tritonattn.kernels import decode as decode_op
 from tritonattn.kernels import plan as plan_op
@@ -52,10 +52,29 @@ class TritonBackend:
             )
         return missing_features(spec, self.name)
 
+    def scratch_bytes(self, spec: AttentionSpec) -> int:
+        """Return the size of the partial states, in bytes."""
+        return decode_op.workspace_bytes(spec)
+
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Tensor | None
+        self,
+        spec: AttentionSpec,
+        table: PageTable,
+        qo_indptr: Tensor,
+        workspace: Tensor | None,
+        scratch: Tensor | None = None,
     ) -> TritonPlan:
-        """Launch the planner into `workspace` (uint8), or into memory of its own."""
+        """Launch the planner into `workspace` (uint8), or into memory of its own.
+
+        With `scratch` (uint8) only the partial states go there: the work lists are read by every
+        layer of a step and must not lie in memory that another step's layers use in between.
+        """
+        if scratch is not None:
+            check_scratch(spec, self.scratch_bytes(spec), scratch)
+            lists = torch.empty(
+                plan_op.workspace_bytes(spec), dtype=torch.uint8, device=spec.device
+            )
+            return self._plan(spec, table, qo_indptr, lists, scratch)
         needed = workspace_bytes(spec)
         if workspace is None:
             workspace = torch.empty(needed, dtype=torch.uint8, device=spec.device)
@@ -65,12 +84,21 @@ class TritonBackend:
                 f"{spec.total_q} query tokens and {spec.num_qo_heads}/{spec.num_kv_heads} heads of "
                 f"{spec.head_dim_vo}, got {workspace.numel()}"
             )
-        lists = plan_op.workspace_bytes(spec)
-        scratch = _aligned(lists)
-        work = plan_op.carve(spec, workspace[:lists])
-        partials = decode_op.carve(
-            spec, workspace[scratch : scratch + decode_op.workspace_bytes(spec)]
+        lists_bytes = plan_op.workspace_bytes(spec)
+        return self._plan(
+            spec, table, qo_indptr, workspace[:lists_bytes], workspace[_aligned(lists_bytes) :]
         )
+
+    def _plan(
+        self,
+        spec: AttentionSpec,
+        table: PageTable,
+        qo_indptr: Tensor,
+        lists: Tensor,
+        scratch: Tensor,
+    ) -> TritonPlan:
+        work = plan_op.carve(spec, lists)
+        partials = decode_op.carve(spec, scratch[: decode_op.workspace_bytes(spec)])
         plan_op.plan(spec, table, qo_indptr, work)
         return TritonPlan(work, partials)
 

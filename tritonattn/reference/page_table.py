@@ -1,4 +1,4 @@
-"""Torch twins of `kernels/page_table.py`: same arguments, same outputs; they read metadata on the host."""
+"""Torch twins of `kernels/page_table.py`; they read metadata on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 def slots_to_pages(
     slots: Tensor, cu_seqlens: Tensor, page_table: Tensor, seq_lens: Tensor, *, page_size: int
 ) -> None:
-    """Make a block table from the slots of all keys: the page of every page_size-th slot of a request."""
+    """Make a block table from the slots of all keys: every page_size-th one begins a page."""
     page_table.fill_(-1)
     for request, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
         pages = slots[begin:end:page_size][: page_table.size(1)] // page_size
@@ -19,7 +19,12 @@ def slots_to_pages(
 
 
 def last_slots(
-    block_table: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, slot_mapping: Tensor, *, page_size: int
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    page_size: int,
 ) -> None:
     """Find the slot of each request's last key; -1 where there is none."""
     slot_mapping.fill_(-1)

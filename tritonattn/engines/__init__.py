@@ -1,0 +1,4 @@
+"""Adapters for inference engines, one module each, which need their engine to register only.
+
+`transformers` Hugging Face transformers' continuous batching.
+"""

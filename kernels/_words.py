@@ -130,11 +130,9 @@ def group_planes(planes: Sequence[tuple[Tensor, ...]]) -> list[Planes]:
     """
     groups: dict[PageShape, list[tuple[int, ...]]] = {}
     for views in planes:
-        first = views[0]
-        # A page stride that is never used (one page) must not decide about groups and words.
-        strides = tuple(v.stride() if v.size(0) > 1 else (0, *v.stride()[1:]) for v in views)
-        shape = _page_shape(tuple(first.shape[1:]), strides, first.element_size())
-        groups.setdefault(shape, []).append(tuple(v.data_ptr() for v in views))
+        strides = tuple(view.stride() for view in views)
+        shape = _page_shape(tuple(view.shape for view in views), strides, views[0].element_size())
+        groups.setdefault(shape, []).append(tuple(view.data_ptr() for view in views))
     found = []
     for shape, addresses in groups.items():
         steps = [stride for view in shape.strides for stride in view]
@@ -146,9 +144,14 @@ def group_planes(planes: Sequence[tuple[Tensor, ...]]) -> list[Planes]:
 
 @functools.lru_cache(maxsize=4096)
 def _page_shape(
-    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], itemsize: int
+    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], itemsize: int
 ) -> PageShape:
     """Merge the dimensions of a page from the inside out, where all views agree."""
+    shape = shapes[0][1:]
+    # A page stride that is never used (one page) must not decide about groups and words.
+    strides = tuple(
+        view if full[0] > 1 else (0, *view[1:]) for full, view in zip(shapes, strides, strict=True)
+    )
     steps_of = [[view[i + 1] * itemsize for view in strides] for i in range(len(shape))]
     *outside, last = [(size, steps) for size, steps in zip(shape, steps_of, strict=True)]
     dims = [dim for dim in (last, *sorted(outside, key=lambda dim: dim[1])) if dim[0] != 1]
@@ -168,11 +171,11 @@ def _page_shape(
     return PageShape(outer, inner, run, tuple(by_view))
 
 
-_TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+_TABLES: dict[tuple[torch.device, tuple[tuple[int, ...], ...]], Tensor] = {}
 
 
-def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the addresses as int64 on the device.
+def address_table(addresses: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return the addresses of planes as int64 on the device, plane by plane.
 
     On a GPU a table is made (8 bytes an entry, with one synchronization) the first time that a set
     of caches is used, and kept for good: it is a pure function of its key, and a captured graph may
@@ -180,14 +183,15 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     which each replay writes anew from the launches' own arguments.
     """
     if device.type != "cuda":
-        return torch.tensor(addresses, dtype=torch.int64, device=device)
+        return torch.tensor(addresses, dtype=torch.int64, device=device).flatten()
     table = _TABLES.get((device, addresses))
     if table is None and torch.cuda.is_current_stream_capturing():
-        table = torch.empty(len(addresses), dtype=torch.int64, device=device)
-        for entry, address in zip(table, addresses, strict=True):
+        flat = [address for plane in addresses for address in plane]
+        table = torch.empty(len(flat), dtype=torch.int64, device=device)
+        for entry, address in zip(table, flat, strict=True):
             entry.fill_(address)
     elif table is None:
-        table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        table = torch.tensor(addresses, dtype=torch.int64, device=device).flatten()
         _TABLES[(device, addresses)] = table
     return table
 

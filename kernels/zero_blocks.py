@@ -87,7 +87,7 @@ def zero_blocks(caches: Sequence[PagedKVCache], block_ids: Tensor) -> None:
     with on_device(device):
         for planes in group_planes([(view,) for cache in caches for view in (cache.k, cache.v)]):
             zero_blocks_kernel[(planes.chunks * num_ids * len(planes.addresses),)](
-                address_table(tuple(address for (address,) in planes.addresses), device),
+                address_table(planes.addresses, device),
                 block_ids,
                 caches[0].num_pages,
                 num_ids,

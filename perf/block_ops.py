@@ -70,6 +70,7 @@ def works() -> dict[str, tuple[Work, int, str]]:
     caches = [
         torch.randn(PAGES, *PAGE_SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)
     ]
+    others = [torch.empty_like(cache) for cache in caches]
     pairs = mapping()
     plain = torch.randn(2, LAYERS * MOVED * PAGE_BYTES // 2, device="cuda", dtype=torch.bfloat16)
     layer = torch.randn(2, MOVED * PAGE_BYTES // 2, device="cuda", dtype=torch.bfloat16)
@@ -84,6 +85,9 @@ def works() -> dict[str, tuple[Work, int, str]]:
         "device copy, 32 layers": (lambda: plain[1].copy_(plain[0]), both, ""),
         "copy_blocks, 32 layers": (
             lambda: tritonattn.copy_blocks(caches, pairs), both, "device copy, 32 layers",
+        ),
+        "swap_blocks, 32 layers": (
+            lambda: tritonattn.swap_blocks(caches, others, pairs), both, "device copy, 32 layers",
         ),
         "device copy, 1 layer": (lambda: layer[1].copy_(layer[0]), one * 2, ""),
         "swap_blocks, 1 layer": (

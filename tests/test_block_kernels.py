@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tritonattn import block_ops, env
 from tritonattn.kernels import copy_blocks as copy_op
-from tritonattn.kernels import move_blocks as move_op
 from tritonattn.kernels import zero_blocks as zero_op
 from tritonattn.kernels._words import group_planes
 from tritonattn.layout import PagedKVCache
@@ -67,8 +66,8 @@ def test_copy_equals_its_twin(data: st.DataObject) -> None:
     mapping = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
     ours, theirs = caches(), caches()
     if pairs:
-        copy_op.copy_blocks(ours, mapping)
-    twins.copy_blocks(theirs, mapping)
+        copy_op.copy_blocks(ours, ours, *mapping.unbind(1))
+    twins.copy_blocks(theirs, theirs, *mapping.unbind(1))
     assert_equal(ours, theirs)
 
 
@@ -80,17 +79,17 @@ def test_copy_equals_its_twin(data: st.DataObject) -> None:
     dtype=st.sampled_from([torch.int32, torch.int64]),
     between=st.permutations([0, 1, 2]),
 )
-def test_move_equals_its_twin(
+def test_copy_between_caches_equals_its_twin(
     ids: list[int], targets: list[int], dtype: torch.dtype, between: list[int]
 ) -> None:
-    """Any sources, repeated too, between any two storages; a source outside the pool is zeros."""
+    """Any sources, repeated too, between any two storages, with and without target ids."""
     src_ids = torch.tensor([max(min(i, 1 << 30), -(1 << 30)) for i in ids], dtype=dtype)
     dst_ids = torch.tensor(targets[: len(ids)])
     src, dst, gathered = between
     ours, theirs = (caches(1), caches(1))
-    for move, made in ((move_op.move_blocks, ours), (twins.move_blocks, theirs)):
-        move(made[src], made[dst], src_ids, dst_ids)
-        move(made[src], made[gathered], src_ids, None)
+    for copy, made in ((copy_op.copy_blocks, ours), (twins.copy_blocks, theirs)):
+        copy([made[src]], [made[dst]], src_ids, dst_ids)
+        copy([made[src]], [made[gathered]], src_ids, None)
     assert_equal(ours, theirs)
 
 
@@ -110,9 +109,9 @@ def test_ids_may_be_strided() -> None:
     ours, theirs = caches(), caches()
     mapping = torch.tensor([[0, 1], [3, 4]]).T
     assert mapping.stride() == (1, 2)
-    copy_op.copy_blocks(ours, mapping)
+    copy_op.copy_blocks(ours, ours, *mapping.unbind(1))
     zero_op.zero_blocks(ours, torch.tensor([[2, 0], [5, 0]])[:, 0])
-    twins.copy_blocks(theirs, mapping)
+    twins.copy_blocks(theirs, theirs, *mapping.unbind(1))
     twins.zero_blocks(theirs, torch.tensor([2, 5]))
     assert_equal(ours, theirs)
 

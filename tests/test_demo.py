@@ -250,8 +250,10 @@ def test_order_of_models(
     assert kept.parent == tmp_path / "cache"
     assert weights.find(None) == kept
     assert converted == [gguf]
+    assert weights.label(kept) == "SmolLM2-135M-Instruct"
     monkeypatch.setenv("TRITONATTN_DEMO_MODEL", str(model_folder))
     assert weights.find(None) == model_folder
+    assert weights.label(model_folder) == model_folder.name
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").touch()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonattn import diff
-from tritonattn._numerics import _CHUNK_ELEMENTS, ulp_distance
+from tritonattn.diff.numerics import _CHUNK_ELEMENTS, ulp_distance
 from tritonattn.diff import DiffReport, Tolerance, compare, dump_case, load_case
 
 INF, NAN = math.inf, math.nan

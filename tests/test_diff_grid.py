@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tritonattn import diff_grid
+from tritonattn.diff import grid as diff_grid
 from tritonattn.cases import AttentionCase, make_inputs
 from tritonattn.diff import FRAME_SCHEMA
 

@@ -26,16 +26,11 @@ def append_op(device: torch.device) -> Any:
 
 
 def block_op(name: str, device: torch.device) -> Any:
-    """Return `copy_blocks`, `move_blocks` or `zero_blocks` by name."""
+    """Return `copy_blocks` or `zero_blocks` by name."""
     if _takes_kernels(device):
-        from tritonattn.kernels import copy_blocks, move_blocks, zero_blocks
+        from tritonattn.kernels import copy_blocks, zero_blocks
 
-        modules = {
-            "copy_blocks": copy_blocks,
-            "move_blocks": move_blocks,
-            "zero_blocks": zero_blocks,
-        }
-        return getattr(modules[name], name)
+        return getattr({"copy_blocks": copy_blocks, "zero_blocks": zero_blocks}[name], name)
     from tritonattn.reference import block_ops as twin
 
     return getattr(twin, name)

@@ -35,29 +35,50 @@ def cache_of(name: str, kv_cache: KVCacheLike, kv_layout: str = "NHD") -> PagedK
     return cache
 
 
-def layers_of(kv_caches: Sequence[KVCacheLike]) -> list[PagedKVCache]:
+def layers_of(kv_caches: Sequence[KVCacheLike], name: str = "kv_caches") -> list[PagedKVCache]:
     """View the caches of all layers; they must agree in geometry, dtype and device."""
     if not isinstance(kv_caches, list | tuple):
         raise TypeError(
-            "kv_caches must be a list of caches, one a layer, got "
+            f"{name} must be a list of caches, one a layer, got "
             f"{type(kv_caches).__name__}; for one cache pass [kv_cache]"
         )
     if not kv_caches:
-        raise ValueError("kv_caches must hold at least one cache, got none")
+        raise ValueError(f"{name} must hold at least one cache, got none")
     if all(isinstance(cache, Tensor) and cache.dim() == 4 for cache in kv_caches):
         raise ValueError(
-            "kv_caches must be a list of caches, one a layer, got 4-D tensors; for the (k, v) pair "
+            f"{name} must be a list of caches, one a layer, got 4-D tensors; for the (k, v) pair "
             "of one layer pass [(k, v)]"
         )
-    caches = [cache_of(f"kv_caches[{i}]", cache) for i, cache in enumerate(kv_caches)]
+    caches = [cache_of(f"{name}[{i}]", cache) for i, cache in enumerate(kv_caches)]
     for i, cache in enumerate(caches):
-        _same(f"kv_caches[{i}]", cache, "kv_caches[0]", caches[0], first_dim=0)
+        _same(f"{name}[{i}]", cache, f"{name}[0]", caches[0], first_dim=0)
         if cache.device != caches[0].device:
             raise ValueError(
-                f"kv_caches must be on one device, got {cache.device} (layer {i}) and "
+                f"{name} must be on one device, got {cache.device} (layer {i}) and "
                 f"{caches[0].device} (layer 0)"
             )
     return caches
+
+
+def swapped(
+    src_kv_cache: KVCacheLike | list[KVCacheLike], dst_kv_cache: KVCacheLike | list[KVCacheLike]
+) -> tuple[list[PagedKVCache], list[PagedKVCache]]:
+    """View both sides of a swap, one layer or a list of all, and check that pages fit."""
+    names = ("src_kv_cache", "dst_kv_cache")
+    given = (src_kv_cache, dst_kv_cache)
+    sides = [
+        layers_of(side, name) if isinstance(side, list) else [cache_of(name, side)]
+        for name, side in zip(names, given, strict=True)
+    ]
+    if isinstance(src_kv_cache, list) != isinstance(dst_kv_cache, list) or len(sides[0]) != len(
+        sides[1]
+    ):
+        raise ValueError(
+            "src_kv_cache and dst_kv_cache must be one cache each or lists of as many layers, got "
+            f"{len(sides[0])} and {len(sides[1])}"
+        )
+    _same(names[0], sides[0][0], names[1], sides[1][0], first_dim=1)
+    return sides[0], sides[1]
 
 
 def same_pages(name: str, cache: PagedKVCache, other_name: str, other: PagedKVCache) -> None:
@@ -110,12 +131,15 @@ def check_mapping(
         raise ValueError(
             f"src_to_dst must name each target page once, got page {int(repeated[0])} again"
         )
-    chained = dst[torch.isin(dst, src)] if one_pool else dst[:0]
-    if chained.numel():
-        raise ValueError(
-            "src_to_dst must not name a page as source and as target, got page "
-            f"{int(chained[0])} as both"
-        )
+    if one_pool:
+        is_source = torch.zeros(num_src_pages, dtype=torch.bool)
+        is_source[src] = True
+        chained = dst[is_source[dst]]
+        if chained.numel():
+            raise ValueError(
+                "src_to_dst must not name a page as source and as target, got page "
+                f"{int(chained[0])} as both"
+            )
 
 
 def check_mapping_form(src_to_dst: Tensor, allowed: Sequence[torch.device]) -> None:

@@ -55,18 +55,22 @@ def copy_blocks(kv_caches: Sequence[KVCacheLike], src_to_dst: Tensor) -> None:
     elif env.validate_values():
         checks.check_mapping(src_to_dst.cpu(), num_pages, num_pages, one_pool=True, padded=True)
     if src_to_dst.size(0):
-        mapping = _to_device("src_to_dst", src_to_dst, device)
-        block_op("copy_blocks", device)(caches, mapping)
+        src_ids, dst_ids = _to_device("src_to_dst", src_to_dst, device).unbind(1)
+        block_op("copy_blocks", device)(caches, caches, src_ids, dst_ids)
 
 
-def swap_blocks(src_kv_cache: KVCacheLike, dst_kv_cache: KVCacheLike, src_to_dst: Tensor) -> None:
+def swap_blocks(
+    src_kv_cache: KVCacheLike | list[KVCacheLike],
+    dst_kv_cache: KVCacheLike | list[KVCacheLike],
+    src_to_dst: Tensor,
+) -> None:
     """Copy pages of one cache into another, on any pair of devices; the source is not changed.
 
     Parameters
     ----------
-    src_kv_cache, dst_kv_cache : caches of one layer
+    src_kv_cache, dst_kv_cache : a cache, or a list of caches, one a layer
         Equal in shape but for the number of pages, and in dtype. Strides and form may differ. They
-        may be one cache: then no page may be both source and target.
+        may be one cache: then no page may be both source and target. Lists share one launch.
     src_to_dst : Tensor, shape [n, 2], int64, on the CPU
         Pairs of source and target page: ids within their pools, each target once. n may be 0.
 
@@ -75,31 +79,32 @@ def swap_blocks(src_kv_cache: KVCacheLike, dst_kv_cache: KVCacheLike, src_to_dst
     Between caches on one GPU, and between a GPU and pinned host memory, the call is asynchronous on
     the current stream: one kernel does it, which reads or writes pinned memory in place. The caller
     waits for the stream before the host uses a pinned target, and keeps a pinned source as it is,
-    and alive, until then. Between two GPUs pages travel as one contiguous transfer, asynchronous
-    and ordered on both current streams. With pageable host memory they do too, and the call returns
-    when the host's side of it is done. Not for CUDA graphs.
+    and alive, until then. Between two GPUs pages travel as one contiguous transfer a layer,
+    asynchronous and ordered on both current streams. With pageable host memory they do too, and the
+    call returns when the host's side of it is done. Not for CUDA graphs.
 
     Raises
     ------
     ValueError, TypeError
         Before any launch, with both caches untouched.
     """
-    src = checks.cache_of("src_kv_cache", src_kv_cache)
-    dst = checks.cache_of("dst_kv_cache", dst_kv_cache)
-    checks.same_pages("src_kv_cache", src, "dst_kv_cache", dst)
+    sources, targets = checks.swapped(src_kv_cache, dst_kv_cache)
+    src, dst = sources[0], targets[0]
     checks.check_mapping_form(src_to_dst, (torch.device("cpu"),))
     checks.check_mapping(src_to_dst, src.num_pages, dst.num_pages, one_pool=False)
-    _check_overlap(src, dst, src_to_dst)
+    for source, target in zip(sources, targets, strict=True):
+        _check_overlap(source, target, src_to_dst)
     for device in (src.device, dst.device):
         checks.check_not_capturing("src_to_dst", device)
     if src_to_dst.size(0) == 0:
         return
-    if src.device == dst.device or _is_pinned(src) or _is_pinned(dst):
-        device = dst.device if src.device.type == "cpu" else src.device
-        src_ids, dst_ids = _to_device("src_to_dst", src_to_dst, device).unbind(1)
-        block_op("move_blocks", device)(src, dst, src_ids, dst_ids)
+    gpu = dst.device if src.device.type == "cpu" else src.device
+    if src.device == dst.device or _host_is_pinned((*sources, *targets)):
+        src_ids, dst_ids = _to_device("src_to_dst", src_to_dst, gpu).unbind(1)
+        block_op("copy_blocks", gpu)(sources, targets, src_ids, dst_ids)
     else:
-        _swap_staged(src, dst, src_to_dst)
+        for source, target in zip(sources, targets, strict=True):
+            _swap_staged(source, target, src_to_dst)
 
 
 def gather_blocks(
@@ -136,7 +141,7 @@ def gather_blocks(
         _check_out(kv_cache, cache, out, block_ids.size(0))
     if block_ids.size(0):
         ids = _to_device("block_ids", block_ids, cache.device)
-        block_op("move_blocks", cache.device)(cache, PagedKVCache.of(out), ids, None)
+        block_op("copy_blocks", cache.device)([cache], [PagedKVCache.of(out)], ids, None)
     return out
 
 
@@ -220,8 +225,10 @@ def _to_device(name: str, ids: Tensor, device: torch.device) -> Tensor:
     return ids.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-def _is_pinned(cache: PagedKVCache) -> bool:
-    return cache.device.type == "cpu" and cache.k.is_pinned() and cache.v.is_pinned()
+def _host_is_pinned(caches: Sequence[PagedKVCache]) -> bool:
+    """Return whether some caches are on the host, and all of these in pinned memory."""
+    on_host = [cache for cache in caches if cache.device.type == "cpu"]
+    return bool(on_host) and all(c.k.is_pinned() and c.v.is_pinned() for c in on_host)
 
 
 def _check_overlap(src: PagedKVCache, dst: PagedKVCache, src_to_dst: Tensor) -> None:
@@ -253,7 +260,7 @@ def _swap_staged(src: PagedKVCache, dst: PagedKVCache, src_to_dst: Tensor) -> No
 
 def _move(src: PagedKVCache, dst: PagedKVCache, src_ids: Tensor, dst_ids: Tensor) -> None:
     ids = (_to_device("src_to_dst", side, src.device) for side in (src_ids, dst_ids))
-    block_op("move_blocks", src.device)(src, dst, *ids)
+    block_op("copy_blocks", src.device)([src], [dst], *ids)
 
 
 def _empty_pages(kv_cache: KVCacheLike, n: int) -> KVCacheLike:

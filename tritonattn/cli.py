@@ -22,7 +22,7 @@ from tritonattn import __version__, env
 # name -> module, line of help
 COMMANDS = {
     "demo": ("tritonattn.demo", "a real language model on our kernels, beside torch's attention"),
-    "diff": ("tritonattn.diff_grid", "a grid of cases against a second implementation and fp64"),
+    "diff": ("tritonattn.diff.grid", "a grid of cases against a second implementation and fp64"),
     "info": ("tritonattn.info", "versions, devices, backends and settings"),
 }
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonattn._plan_arguments import DType, LayerArguments
-from tritonattn._step_metadata import RowStarts, StepMetadata
-from tritonattn._wrappers import PagedAttentionWrapper
+from tritonattn.wrappers.arguments import DType, LayerArguments
+from tritonattn.wrappers.metadata import RowStarts, StepMetadata
+from tritonattn.wrappers.base import PagedAttentionWrapper
 from tritonattn.layout import KVCacheLike
 
 __all__ = [

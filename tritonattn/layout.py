@@ -68,17 +68,10 @@ class PagedKVCache:
         k, v = _split(kv_cache, kv_layout)
         if kv_layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                "k and v must agree in pages, page size and heads, got "
-                f"{tuple(k.shape)} and {tuple(v.shape)} (as [pages, page_size, heads, head_dim])"
-            )
-        if k.dtype != v.dtype:
-            raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
-        if k.device != v.device:
-            raise ValueError(f"k and v must be on one device, got {k.device} and {v.device}")
+        if isinstance(kv_cache, tuple):
+            _check_pair(k, v)
         for name, view in (("k", k), ("v", v)):
-            if view.size(3) > 1 and view.stride(3) != 1:
+            if view.stride(3) != 1 and view.size(3) > 1:
                 raise ValueError(
                     f"the last dimension of the {name} cache must have stride 1, "
                     f"got {view.stride(3)}"
@@ -149,6 +142,19 @@ def _split(kv_cache: KVCacheLike, kv_layout: str) -> tuple[Tensor, Tensor]:
         )
     k, v = kv_cache.unbind(1)
     return k, v
+
+
+def _check_pair(k: Tensor, v: Tensor) -> None:
+    """Check what a combined tensor has by itself."""
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "k and v must agree in pages, page size and heads, got "
+            f"{tuple(k.shape)} and {tuple(v.shape)} (as [pages, page_size, heads, head_dim])"
+        )
+    if k.dtype != v.dtype:
+        raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
+    if k.device != v.device:
+        raise ValueError(f"k and v must be on one device, got {k.device} and {v.device}")
 
 
 @dataclass(frozen=True, slots=True)

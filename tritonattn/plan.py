@@ -27,7 +27,6 @@ class AttentionPlan:
         causal: bool,
         max_q_len: int | None,
         max_kv_len: int | None,
-        workspace: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> None:
         self.qo_indptr = qo_indptr
@@ -35,7 +34,6 @@ class AttentionPlan:
         self.causal = causal
         self.max_q_len = max_q_len
         self.max_kv_len = max_kv_len
-        self._workspace = workspace
         self._scratch = scratch
         self._made: tuple[AttentionSpec, str, Any] | None = None
 
@@ -63,9 +61,7 @@ class AttentionPlan:
     def state(self, spec: AttentionSpec, backend: str) -> Any:
         """Return the backend's part, making it at the first call."""
         if self._made is None:
-            made = get_backend(backend).plan(
-                spec, self.table, self.qo_indptr, self._workspace, self._scratch
-            )
+            made = get_backend(backend).plan(spec, self.table, self.qo_indptr, self._scratch)
             self._made = (spec, backend, made)
         elif self._made[:2] != (spec, backend):
             raise ValueError(
@@ -85,8 +81,8 @@ class AttentionPlan:
         for name, tensor, planned in given:
             if tensor is not None and tensor.data_ptr() != planned.data_ptr():
                 raise ValueError(
-                    f"{name} is not the tensor that the plan was made from: leave it out, or plan the "
-                    "step from it"
+                    f"{name} is not the tensor that the plan was made from: leave it out, or plan "
+                    "the step from it"
                 )
         if causal != self.causal:
             raise ValueError(f"the plan was made with causal={self.causal}, got causal={causal}")

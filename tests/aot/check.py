@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tritonattn.backends import triton as triton_backend
 from tritonattn.kernels import _config
+from tritonattn.kernels import append as append_op
+from tritonattn.kernels import copy_blocks as copy_op
 from tritonattn.kernels import decode as decode_op
 from tritonattn.kernels import plan as plan_op
 from tritonattn.kernels import prefill as prefill_op
+from tritonattn.kernels import zero_blocks as zero_op
 from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
 
@@ -151,11 +153,11 @@ class AttentionCase:
             spec.total_q, self.num_qo_heads, self.head_dim, dtype=self.dtype, device="meta"
         )
         lse = torch.empty(spec.total_q, self.num_qo_heads, device="meta")
-        workspace = torch.empty(
-            triton_backend.workspace_bytes(spec), dtype=torch.uint8, device="meta"
+        lists, scratch = (
+            torch.empty(op.workspace_bytes(spec), dtype=torch.uint8, device="meta")
+            for op in (plan_op, decode_op)
         )
-        work = plan_op.carve(spec, workspace[: plan_op.workspace_bytes(spec)])
-        partials = decode_op.carve(spec, workspace[: decode_op.workspace_bytes(spec)])
+        work, partials = plan_op.carve(spec, lists), decode_op.carve(spec, scratch)
         plan_op.plan(spec, table, lengths, work)
         scales = {"sm_scale_log2": 0.1, "lse_scale": 1.0}
         if work.capacity.prefill:
@@ -164,7 +166,52 @@ class AttentionCase:
             decode_op.decode(spec, q, cache, table, work, partials, q, lse, **scales)
 
 
+@dataclass(frozen=True)
+class BytesCase:
+    """A launch that moves cache bytes: `launch` is the call."""
+
+    launch: Callable[[], None]
+    tensor_cores: bool = False
+
+
+def cache(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, interleaved: bool = False
+) -> PagedKVCache:
+    """Return a combined NHD cache without memory, or one whose K and V alternate by head."""
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    return PagedKVCache.of(empty.permute(0, 3, 1, 2, 4) if interleaved else empty)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    """Return int64 ids without memory."""
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def copy_pages(*caches: PagedKVCache) -> None:
+    """Copy from the first cache to the last."""
+    copy_op.copy_blocks([caches[0]], [caches[-1]], ids(1000), ids(1000))
+
+
+def append_rows(target: PagedKVCache, num_rows: int = 64) -> None:
+    """Write rows that are slices of a fused projection."""
+    heads, dim = target.num_kv_heads, target.head_dim_qk
+    fused = torch.empty(num_rows, 3 * heads, dim, dtype=target.dtype, device="meta")
+    _, key, value = fused.split(heads, 1)
+    append_op.append_to_slots(key, value, target, ids(num_rows))
+
+
 CASES = {
+    "copy-p16-h8-d128-bf16": BytesCase(lambda: copy_pages(cache(4096, 2, 16, 8, 128))),
+    "copy-interleaved": BytesCase(
+        lambda: copy_pages(cache(4096, 16, 8, 2, 128, interleaved=True), cache(4096, 2, 16, 8, 128))
+    ),
+    "zero-p16-h8-d128-bf16": BytesCase(
+        lambda: zero_op.zero_blocks([cache(4096, 2, 16, 8, 128)], ids(1000))
+    ),
+    "append-p16-h8-d128-bf16": BytesCase(lambda: append_rows(cache(4096, 2, 16, 8, 128))),
+    "append-p16-h8-d80-fp16": BytesCase(
+        lambda: append_rows(cache(4096, 2, 16, 8, 80, dtype=torch.float16))
+    ),
     "decode-h32/8-d128-bf16-p16": AttentionCase(32, 8, 128),
     "decode-h32/8-d128-fp16-p16-csr": AttentionCase(32, 8, 128, torch.float16, csr=True),
     "decode-h28/4-d128-bf16-p1": AttentionCase(28, 4, 128, page_size=1),
@@ -194,7 +241,7 @@ class Row:
     spill_bytes: int
     shared_bytes: int
     mma: int
-    wide_loads: int  # 16-byte asynchronous copies or loads
+    wide: int  # 16-byte asynchronous copies, loads and stores
     faults: tuple[str, ...]
 
 
@@ -205,13 +252,17 @@ def judge(kernel: Any, target: Target, tensor_cores: bool) -> Row:
         registers, spills = _cuda_resources(kernel.asm["cubin"])
         code = kernel.asm["ptx"]
         mma = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", code))
-        wide = len(re.findall(r"cp\.async\.c[ag].*0x10,|ld\.global[.\w:]*\.v4\.b32|v2\.b64", code))
+        wide = len(
+            re.findall(
+                r"cp\.async\.c[ag].*0x10,|(?:ld|st)\.global[.\w:]*\.(?:v4\.[bu]32|v2\.[bu]64)", code
+            )
+        )
     else:
         code = kernel.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1])  # type: ignore[index]
         spills = 4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1])  # type: ignore[index]
         mma = len(re.findall(r"v_mfma", code))
-        wide = len(re.findall(r"(global|buffer)_load_dwordx4", code))
+        wide = len(re.findall(r"(global|buffer)_(load|store)_dwordx4", code))
     faults = []
     if spills > PARKED_BYTES:
         faults.append(f"{spills} bytes spilled")
@@ -220,8 +271,8 @@ def judge(kernel: Any, target: Target, tensor_cores: bool) -> Row:
     attends = name in ("decode_split_kernel", "prefill_kernel")
     if attends and tensor_cores and not mma:
         faults.append("no tensor-core instruction")
-    if attends and not wide:
-        faults.append("no 16-byte loads")
+    if not wide and (attends or name in ("copy_blocks_kernel", "zero_blocks_kernel")):
+        faults.append("no 16-byte loads or stores")
     return Row(name, registers, spills, kernel.metadata.shared, mma, wide, tuple(faults))
 
 
@@ -256,7 +307,7 @@ def main() -> int:
                 print(
                     f"{'FAIL' if row.faults else 'ok':4} {target_name:7} {case:32} {row.kernel:20} "
                     f"regs {row.registers:3} spill {row.spill_bytes:4} shared {row.shared_bytes:6} "
-                    f"mma {row.mma:3} wide {row.wide_loads:3} {'; '.join(row.faults)}",
+                    f"mma {row.mma:3} wide {row.wide:3} {'; '.join(row.faults)}",
                     flush=True,
                 )
     print(f"{failures} failed")

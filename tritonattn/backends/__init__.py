@@ -49,18 +49,12 @@ class Backend(Protocol):
         """Return what `run` needs of a caller's scratch, in bytes."""
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        table: PageTable,
-        qo_indptr: Tensor,
-        workspace: Tensor | None,
-        scratch: Tensor | None = None,
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
     ) -> Any:
         """Do the work that all layers of a step share; return what `run` needs of it.
 
-        `workspace` holds all that a step needs and belongs to this step alone until it is done.
-        `scratch` holds only what lives within one `run`, so that several planned steps may share it
-        in stream order.
+        `scratch` (uint8) is the caller's memory for what lives within one `run`, so that several
+        planned steps may share it in stream order; without it the backend takes its own.
         """
 
     def run(self, call: AttentionCall, state: Any) -> None:

@@ -63,12 +63,7 @@ class FlashInferBackend:
         return 0
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        table: PageTable,
-        qo_indptr: Tensor,
-        workspace: Tensor | None,
-        scratch: Tensor | None = None,
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
     ) -> FlashInferPlan | None:
         """Plan FlashInfer's wrapper for the requests that have queries; None if there are none."""
         if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

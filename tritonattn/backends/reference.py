@@ -24,12 +24,7 @@ class ReferenceBackend:
         return 0
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        table: PageTable,
-        qo_indptr: Tensor,
-        workspace: Tensor | None,
-        scratch: Tensor | None = None,
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
     ) -> None:
         """Nothing is shared between layers."""
 

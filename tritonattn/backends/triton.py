@@ -16,8 +16,6 @@ from tritonattn.kernels import prefill as prefill_op
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
 
-_ALIGNMENT = 256  # bytes
-
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
@@ -25,15 +23,6 @@ class TritonPlan:
 
     work: plan_op.WorkLists
     partials: decode_op.Partials
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def workspace_bytes(spec: AttentionSpec) -> int:
-    """Return the bytes that a plan and its kernels need for any batch of the spec's shape."""
-    return _aligned(plan_op.workspace_bytes(spec)) + _aligned(decode_op.workspace_bytes(spec))
 
 
 class TritonBackend:
@@ -57,62 +46,40 @@ class TritonBackend:
         return decode_op.workspace_bytes(spec)
 
     def plan(
-        self,
-        spec: AttentionSpec,
-        table: PageTable,
-        qo_indptr: Tensor,
-        workspace: Tensor | None,
-        scratch: Tensor | None = None,
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
     ) -> TritonPlan:
-        """Launch the planner into `workspace` (uint8), or into memory of its own.
+        """Launch the planner.
 
-        With `scratch` (uint8) only the partial states go there: the work lists are read by every
-        layer of a step and must not lie in memory that another step's layers use in between.
+        Only the partial states go to `scratch`: the work lists are read by every layer of a step
+        and must not lie in memory that another step's layers may use in between.
         """
-        if scratch is not None:
-            check_scratch(spec, self.scratch_bytes(spec), scratch)
-            lists = torch.empty(
-                plan_op.workspace_bytes(spec), dtype=torch.uint8, device=spec.device
-            )
-            return self._plan(spec, table, qo_indptr, lists, scratch)
-        needed = workspace_bytes(spec)
-        if workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=spec.device)
-        elif workspace.numel() < needed:
-            raise ValueError(
-                f"the workspace must have at least {needed} bytes for batch {spec.batch_size}, "
-                f"{spec.total_q} query tokens and {spec.num_qo_heads}/{spec.num_kv_heads} heads of "
-                f"{spec.head_dim_vo}, got {workspace.numel()}"
-            )
-        lists_bytes = plan_op.workspace_bytes(spec)
-        return self._plan(
-            spec, table, qo_indptr, workspace[:lists_bytes], workspace[_aligned(lists_bytes) :]
-        )
-
-    def _plan(
-        self,
-        spec: AttentionSpec,
-        table: PageTable,
-        qo_indptr: Tensor,
-        lists: Tensor,
-        scratch: Tensor,
-    ) -> TritonPlan:
+        needed = self.scratch_bytes(spec)
+        if scratch is None:
+            scratch = torch.empty(needed, dtype=torch.uint8, device=spec.device)
+        check_scratch(spec, needed, scratch)
+        lists = torch.empty(plan_op.workspace_bytes(spec), dtype=torch.uint8, device=spec.device)
         work = plan_op.carve(spec, lists)
-        partials = decode_op.carve(spec, scratch[: decode_op.workspace_bytes(spec)])
         plan_op.plan(spec, table, qo_indptr, work)
-        return TritonPlan(work, partials)
+        return TritonPlan(work, decode_op.carve(spec, scratch[:needed]))
 
     def run(self, call: AttentionCall, state: TritonPlan) -> None:
         """Launch the kernels whose lists can have entries; both paths write disjoint rows."""
         spec, work = call.spec, state.work
-        scales = {
-            "sm_scale_log2": call.sm_scale * math.log2(math.e),
-            "lse_scale": 1.0 if call.lse_base == "log2" else math.log(2.0),
-        }
+        sm_scale_log2 = call.sm_scale * math.log2(math.e)
+        lse_scale = 1.0 if call.lse_base == "log2" else math.log(2.0)
         layer = (spec, call.q, call.cache, call.table, work)
         if work.capacity.prefill:
-            prefill_op.prefill(*layer, call.out, call.lse, **scales)
-        decode_op.decode(*layer, state.partials, call.out, call.lse, **scales)
+            prefill_op.prefill(
+                *layer, call.out, call.lse, sm_scale_log2=sm_scale_log2, lse_scale=lse_scale
+            )
+        decode_op.decode(
+            *layer,
+            state.partials,
+            call.out,
+            call.lse,
+            sm_scale_log2=sm_scale_log2,
+            lse_scale=lse_scale,
+        )
 
 
 BACKEND = TritonBackend()

@@ -51,7 +51,7 @@ def show(
     register()
     ids = [tokenizer(prompt).input_ids for prompt in prompts]
     print(
-        f"\n{folder.name if chosen else weights.NAME} in transformers {transformers.__version__}, "
+        f"\n{weights.label(folder)} in transformers {transformers.__version__}, "
         f"continuous batching, greedy, {dtype_name(dtype)}\n"
         f"{len(ids)} prompts of {', '.join(str(len(prompt)) for prompt in ids)} tokens, "
         f"{num_tokens} new tokens each, pages of {PAGE_SIZE} tokens"

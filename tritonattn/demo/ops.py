@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonattn.block_ops import copy_blocks, reshape_and_cache
 from tritonattn.cases import AttentionCase, make_inputs
 from tritonattn.diff import DiffReport, compare
-from tritonattn.diff_grid import diff_inputs
+from tritonattn.diff.grid import diff_inputs
 
 # The demo model's geometry.
 _NUM_QO_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE = 9, 3, 64, 16

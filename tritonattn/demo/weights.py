@@ -50,6 +50,11 @@ def find(chosen: Path | None) -> Path:
     return kept
 
 
+def label(folder: Path) -> str:
+    """Return what to call the model of a folder."""
+    return NAME if folder.name == _FOLDER else folder.name
+
+
 def _gguf() -> Path:
     spec = importlib.util.find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations or []) if spec is not None else []

@@ -1,4 +1,4 @@
-"""Torch twins of `copy_blocks`, `move_blocks` and `zero_blocks` in `kernels/`: same arguments."""
+"""Torch twins of `copy_blocks` and `zero_blocks` in `kernels/`: same arguments."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from torch import Tensor
 from tritonattn.layout import PagedKVCache
 
 
-def copy_blocks(caches: Sequence[PagedKVCache], src_to_dst: Tensor) -> None:
-    """Copy pages within each cache; pairs with an id outside the pool are skipped."""
-    pool = range(caches[0].num_pages)
-    for src, dst in src_to_dst.tolist():
-        if src in pool and dst in pool:
-            for cache in caches:
-                cache.k[dst] = cache.k[src]
-                cache.v[dst] = cache.v[src]
-
-
-def move_blocks(
-    src: PagedKVCache, dst: PagedKVCache, src_ids: Tensor, dst_ids: Tensor | None
+def copy_blocks(
+    sources: Sequence[PagedKVCache],
+    targets: Sequence[PagedKVCache],
+    src_ids: Tensor,
+    dst_ids: Tensor | None,
 ) -> None:
-    """Copy pages into another cache; a source outside its pool is zeros, such a target skipped."""
-    sources = src_ids.tolist()
-    targets = range(len(sources)) if dst_ids is None else dst_ids.tolist()
-    for source, target in zip(sources, targets, strict=True):
-        if target in range(dst.num_pages):
-            exists = source in range(src.num_pages)
-            dst.k[target] = src.k[source] if exists else 0
-            dst.v[target] = src.v[source] if exists else 0
+    """Copy pages of each source cache into its target; pairs outside their pools are skipped.
+
+    Without `dst_ids` the i-th source page goes to page i, and one outside the pool gives zeros.
+    """
+    ids = src_ids.tolist()
+    for i, src in enumerate(ids):
+        dst = i if dst_ids is None else int(dst_ids[i])
+        exists = src in range(sources[0].num_pages)
+        if dst not in range(targets[0].num_pages) or not (exists or dst_ids is None):
+            continue
+        for source, target in zip(sources, targets, strict=True):
+            target.k[dst] = source.k[src] if exists else 0
+            target.v[dst] = source.v[src] if exists else 0
 
 
 def zero_blocks(caches: Sequence[PagedKVCache], block_ids: Tensor) -> None:

@@ -42,8 +42,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tritonattn._cases_io import dump_case, load_case
-from tritonattn._diff_report import (
+from tritonattn.diff.report import (
     ACTUAL_WRONG,
     AGREE,
     BOTH_WRONG,
@@ -56,20 +55,7 @@ from tritonattn._diff_report import (
     WorstElement,
     reports_to_frame,
 )
-from tritonattn._numerics import HISTOGRAM_BUCKETS, Measurement, OracleError, coarser, measure
-
-__all__ = [
-    "FRAME_SCHEMA",
-    "VERDICTS",
-    "DiffReport",
-    "OracleError",
-    "Tolerance",
-    "WorstElement",
-    "compare",
-    "dump_case",
-    "load_case",
-    "reports_to_frame",
-]
+from tritonattn.diff.numerics import HISTOGRAM_BUCKETS, Measurement, OracleError, coarser, measure
 
 
 def compare(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tritonattn._numerics import OracleError, eps_of
+from tritonattn.diff.numerics import OracleError, eps_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from tritonattn import dispatch
-from tritonattn._plan_arguments import (
+from tritonattn.wrappers.arguments import (
     LayerArguments,
     check_kv_dtype,
     check_position_encoding,
     expand_page_dim,
 )
-from tritonattn._step_metadata import GraphBuffers, StepMetadata, is_capturing, to_device
+from tritonattn.wrappers.metadata import GraphBuffers, StepMetadata, is_capturing, to_device
 from tritonattn.attention import paged_attention
 from tritonattn.backends import BACKENDS, UnsupportedError, check_scratch, get_backend
 from tritonattn.layout import KVCacheLike, PageTable, check_layout

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 import torch
 
-from tritonattn.diff import grid as diff_grid
 from tritonattn.cases import AttentionCase, make_inputs
 from tritonattn.diff import FRAME_SCHEMA
+from tritonattn.diff import grid as diff_grid
 
 
 def run(*options: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flashinfer
@@ -16,7 +17,7 @@ import pandas as pd
 import torch
 
 import tritonattn
-from tritonattn.perf.timing import environment, interleaved_us
+from tritonattn.perf.timing import Work, environment, interleaved_us
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,19 @@ def make_call(case: Case) -> dict[str, Any]:
     pages = -(-case.kv_len // case.page_size)
     shape = (case.batch_size * pages, 2, case.page_size, case.num_kv_heads, case.head_dim)
     order = torch.randperm(case.batch_size * pages, device="cuda", dtype=torch.int32)
-    kinds = {"device": "cuda", "dtype": torch.int32}
+
+    def int32(values: torch.Tensor) -> torch.Tensor:
+        return values.to("cuda", torch.int32)
+
     total_q = case.batch_size * case.q_len
     return {
         "q": torch.randn(
             total_q, case.num_qo_heads, case.head_dim, device="cuda", dtype=torch.bfloat16
         ),
         "kv_cache": torch.randn(shape, device="cuda", dtype=torch.bfloat16),
-        "qo_indptr": torch.arange(case.batch_size + 1, **kinds) * case.q_len,
-        "seq_lens": torch.full((case.batch_size,), case.kv_len, **kinds),
-        "indptr": torch.arange(case.batch_size + 1, **kinds) * pages,
+        "qo_indptr": int32(torch.arange(case.batch_size + 1) * case.q_len),
+        "seq_lens": int32(torch.full((case.batch_size,), case.kv_len)),
+        "indptr": int32(torch.arange(case.batch_size + 1) * pages),
         "indices": order,
         "max_q_len": case.q_len,
     }
@@ -98,24 +102,27 @@ def measure(case: Case) -> list[dict[str, Any]]:
     out = torch.empty_like(call["q"])
     q, kv_cache = call["q"], call["kv_cache"]
     plan = tritonattn.plan_attention(**call)
-    works = {"triton": lambda: tritonattn.paged_attention(q, kv_cache, plan=plan, out=out)}
+    works: dict[str, Work] = {
+        "triton": partial(tritonattn.paged_attention, q, kv_cache, plan=plan, out=out)
+    }
     works["triton"]()
+    refused: dict[str, str] = {}
     for backend in ("decode", "decode-tc") if case.op == "decode" else ("fa2", "fa3"):
         try:
             wrapper = flashinfer_wrapper(case, call, backend)
             peer = wrapper.run(q, kv_cache)
         except Exception as error:
-            print(f"{case.name} {backend}: {str(error).splitlines()[0][:80]}")
+            refused[backend] = str(error).splitlines()[-1][:120]
             continue
         difference = (peer.float() - out.float()).norm() / peer.float().norm()
         assert difference < 8e-3, (case.name, backend, difference.item())
-        works[backend] = lambda wrapper=wrapper, peer=peer: wrapper.run(q, kv_cache, out=peer)
+        works[backend] = partial(wrapper.run, q, kv_cache, out=peer)
     times = interleaved_us(works)
     best = min(time for name, time in times.items() if name != "triton")
     pairs = case.q_len * case.kv_len - case.q_len * (case.q_len - 1) / 2
     flops = 4 * case.num_qo_heads * case.head_dim * pairs * case.batch_size
     size = kv_cache.nbytes + q.nbytes + out.nbytes
-    return [
+    rows: list[dict[str, Any]] = [
         {
             "case": case.name,
             "provider": name,
@@ -123,9 +130,15 @@ def measure(case: Case) -> list[dict[str, Any]]:
             "gb_per_s": size / time / 1e3,
             "tflops": flops / time / 1e6,
             "us_over_best_flashinfer": time / best,
+            "status": "ok",
         }
         for name, time in times.items()
     ]
+    rows += [
+        {"case": case.name, "provider": name, "status": f"refused: {reason}"}
+        for name, reason in refused.items()
+    ]
+    return rows
 
 
 def main() -> None:
@@ -136,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [row for case in CASES if arguments.only in case.name for row in measure(case)]
     frame = pd.DataFrame(rows).assign(mode="graph", l2="warm", **environment())
-    print(frame.iloc[:, :6].round(2).to_string(index=False))
+    print(frame.iloc[:, :7].round(2).to_string(index=False))
     if arguments.out:
         frame.to_csv(arguments.out, index=False)
 

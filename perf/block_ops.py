@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 import tritonattn
-from tritonattn.perf.timing import elapsed_us, environment
+from tritonattn.perf.timing import elapsed_us, environment, timing_events
 
 LAYERS, PAGES, MOVED = 32, 2048, 1000
 PAGE_SHAPE = (2, 16, 8, 128)
@@ -32,13 +32,13 @@ def device_us(work: Work, rounds: int = 15) -> float:
     """Return the median time on the device: a spinning kernel ahead hides the host's work."""
     samples = []
     for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(20_000_000)
+        start, end = timing_events()
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3)
+        samples.append(float(start.elapsed_time(end)) * 1e3)
     return statistics.median(samples)
 
 

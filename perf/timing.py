@@ -16,7 +16,7 @@ Work = Callable[[], Any]
 
 def capture(work: Work, calls: int = 1) -> torch.cuda.CUDAGraph:
     """Warm `work` up on a side stream and capture `calls` calls of it."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -31,12 +31,21 @@ def capture(work: Work, calls: int = 1) -> torch.cuda.CUDAGraph:
 
 def elapsed_us(work: Work) -> float:
     """Return the time of one call between two events, in microseconds."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = timing_events()
     start.record()
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Return a start and an end event."""
+    start, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    return start, end
 
 
 def interleaved_us(

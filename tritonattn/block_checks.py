@@ -61,7 +61,8 @@ def layers_of(kv_caches: Sequence[KVCacheLike], name: str = "kv_caches") -> list
 
 
 def swapped(
-    src_kv_cache: KVCacheLike | list[KVCacheLike], dst_kv_cache: KVCacheLike | list[KVCacheLike]
+    src_kv_cache: KVCacheLike | list[Tensor] | list[tuple[Tensor, Tensor]],
+    dst_kv_cache: KVCacheLike | list[Tensor] | list[tuple[Tensor, Tensor]],
 ) -> tuple[list[PagedKVCache], list[PagedKVCache]]:
     """View both sides of a swap, one layer or a list of all, and check that pages fit."""
     names = ("src_kv_cache", "dst_kv_cache")

@@ -60,8 +60,8 @@ def copy_blocks(kv_caches: Sequence[KVCacheLike], src_to_dst: Tensor) -> None:
 
 
 def swap_blocks(
-    src_kv_cache: KVCacheLike | list[KVCacheLike],
-    dst_kv_cache: KVCacheLike | list[KVCacheLike],
+    src_kv_cache: KVCacheLike | list[Tensor] | list[tuple[Tensor, Tensor]],
+    dst_kv_cache: KVCacheLike | list[Tensor] | list[tuple[Tensor, Tensor]],
     src_to_dst: Tensor,
 ) -> None:
     """Copy pages of one cache into another, on any pair of devices; the source is not changed.

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonattn.wrappers.arguments import DType, LayerArguments
-from tritonattn.wrappers.metadata import RowStarts, StepMetadata
-from tritonattn.wrappers.base import PagedAttentionWrapper
 from tritonattn.layout import KVCacheLike
+from tritonattn.wrappers.arguments import DType, LayerArguments
+from tritonattn.wrappers.base import PagedAttentionWrapper
+from tritonattn.wrappers.metadata import RowStarts, StepMetadata
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

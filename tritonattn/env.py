@@ -2,10 +2,12 @@
 
 | variable | values | meaning |
 |---|---|---|
-| `TRITONATTN_VALIDATE` | `0` (default), `1` | check values that live on the device (page ids, lengths); synchronizes |
-| `TRITONATTN_CACHE_DIR` | a folder | what the demo keeps; by default `tritonattn` in the user's cache folder |
-| `TRITONATTN_DEMO_MODEL` | a folder | a Hugging Face model for the demo and its GPU test, instead of the packaged one |
-| `TRITON_INTERPRET` | `0` (default), `1` | Triton's own: run kernels on CPU tensors; fixed once Triton is imported |
+| `TRITONATTN_VALIDATE` | `0`, `1` | check values on the device (page ids, lengths); synchronizes |
+| `TRITONATTN_CACHE_DIR` | folder | what the demo keeps; default: `tritonattn` in the user's cache |
+| `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
+| `TRITON_INTERPRET` | `0`, `1` | Triton's own: kernels take CPU tensors; fixed at its import |
+
+Flags are 0 by default.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def validate_values() -> bool:
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that may be made again, by the platform's convention; it may not exist."""
+    """Return the folder for files that may be made again; it may not exist."""
     chosen = os.environ.get("TRITONATTN_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()

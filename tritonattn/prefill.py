@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonattn.wrappers.arguments import DType, LayerArguments
-from tritonattn.wrappers.metadata import StepMetadata
-from tritonattn.wrappers.base import PagedAttentionWrapper
 from tritonattn.backends import UnsupportedError
 from tritonattn.layout import KVCacheLike
+from tritonattn.wrappers.arguments import DType, LayerArguments
+from tritonattn.wrappers.base import PagedAttentionWrapper
+from tritonattn.wrappers.metadata import StepMetadata
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 

@@ -1,7 +1,7 @@
 """Compare numbers: ours, a second implementation's, and the fp64 oracle's.
 
-`comparison` judges two tensors, `report` is what it returns, `numerics` measures in chunks; `grid` is
-the `tritonattn diff` command, `case_file` saves and loads the inputs of a case.
+`comparison` judges two tensors, `report` is what it returns, `numerics` measures in chunks; `grid`
+is the `tritonattn diff` command, `case_file` saves and loads the inputs of a case.
 """
 
 from tritonattn.diff.case_file import dump_case, load_case

@@ -42,20 +42,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tritonattn.diff.numerics import HISTOGRAM_BUCKETS, Measurement, OracleError, coarser, measure
 from tritonattn.diff.report import (
     ACTUAL_WRONG,
     AGREE,
     BOTH_WRONG,
     EXPECTED_WRONG,
-    FRAME_SCHEMA,
     UNKNOWN,
-    VERDICTS,
     DiffReport,
     Tolerance,
     WorstElement,
-    reports_to_frame,
 )
-from tritonattn.diff.numerics import HISTOGRAM_BUCKETS, Measurement, OracleError, coarser, measure
 
 
 def compare(

@@ -19,6 +19,11 @@ import torch
 from torch import Tensor
 
 from tritonattn import dispatch
+from tritonattn.attention import paged_attention
+from tritonattn.backends import BACKENDS, UnsupportedError, check_scratch, get_backend
+from tritonattn.layout import KVCacheLike, PageTable, check_layout
+from tritonattn.plan import AttentionPlan
+from tritonattn.spec import AttentionSpec, requested_features
 from tritonattn.wrappers.arguments import (
     LayerArguments,
     check_kv_dtype,
@@ -26,11 +31,6 @@ from tritonattn.wrappers.arguments import (
     expand_page_dim,
 )
 from tritonattn.wrappers.metadata import GraphBuffers, StepMetadata, is_capturing, to_device
-from tritonattn.attention import paged_attention
-from tritonattn.backends import BACKENDS, UnsupportedError, check_scratch, get_backend
-from tritonattn.layout import KVCacheLike, PageTable, check_layout
-from tritonattn.plan import AttentionPlan
-from tritonattn.spec import AttentionSpec, requested_features
 
 # FlashInfer's names: which of its kernels to use is a hint that means nothing here.
 FLASHINFER_BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl")

@@ -1,14 +1,19 @@
-"""Without a GPU the kernels run in Triton's interpreter, and GPU tests say why they do not run."""
+"""Where the kernels run: GPU tests on the GPU, all others in Triton's interpreter.
+
+Triton fixes the choice when a kernel is decorated, so one process cannot do both: with a GPU, run
+`pytest -m gpu` and `pytest -m "not gpu"`.
+"""
 
 import os
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton fixes the choice when a kernel is decorated, so it must stand before the first import.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import pytest
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose before any test module imports Triton."""
+    if not torch.cuda.is_available() or config.option.markexpr == "not gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -177,8 +177,8 @@ def reference_results(
     ----------
     inputs : AttentionInputs
     dtype : torch.dtype
-        float64 gives the oracle, not rounded to q's dtype; q's own dtype gives eager attention, a
-        second implementation where no peer takes a case.
+        float64 gives the oracle, not rounded to q's dtype; q's own dtype gives a second
+        implementation where no peer takes a case.
 
     Returns
     -------

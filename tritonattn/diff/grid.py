@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from tritonattn import env
-from tritonattn.attention import paged_attention
+from tritonattn.attention import explain, paged_attention
 from tritonattn.backends import BACKENDS, get_backend
 from tritonattn.cases import AttentionCase, AttentionInputs, make_inputs, reference_results
+from tritonattn.cli import need
 from tritonattn.diff import DiffReport, compare, dump_case, load_case, reports_to_frame
 
 PEERS = ("flashinfer", "torch")
@@ -129,18 +130,11 @@ def _run(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
     return results
 
 
-def default_device() -> str:
-    """Return "cuda" where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def default_peer(device: str) -> str:
     """Return FlashInfer where it can run, else eager torch in the case's dtype."""
     if not device.startswith("cuda"):
         return "torch"
     inputs = make_inputs(AttentionCase((1,), (1,), 8, 8, 128), device)
-    from tritonattn.attention import explain
-
     verdict = explain(**inputs.arguments()).verdicts["flashinfer"]
     return "flashinfer" if verdict == "accepts" else "torch"
 
@@ -169,11 +163,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `tritonattn diff`; return 1 if a comparison fails."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise SystemExit("tritonattn diff needs: pip install 'tritonattn[perf]'") from error
-    device = arguments.device or default_device()
+    tqdm = need("tqdm", "perf").tqdm
+    device = arguments.device
     backend = get_backend(arguments.backend)
     peer = arguments.against or default_peer(device)
     reports: list[DiffReport] = []

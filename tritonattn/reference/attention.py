@@ -46,9 +46,8 @@ def attention(
         True where the key takes part.
     sm_scale : float
     dtype : torch.dtype
-        Of both products. Below float64 this is no oracle but eager attention as model code writes
-        it, with the softmax in float32: a second implementation, whose error is the measure of
-        ours.
+        Of weights and output. Below float64 this is no oracle but what a kernel with fp32 sums
+        does: a second implementation, whose error is the measure of ours.
 
     Returns
     -------
@@ -57,11 +56,11 @@ def attention(
     lse : Tensor, shape [q_len, num_qo_heads], float32 or wider
         Natural log; -inf where a row sees no key.
     """
+    wide = torch.promote_types(dtype, torch.float32)
     group = q.size(1) // k.size(1)
-    k = k.to(dtype).repeat_interleave(group, dim=1)
+    k = k.to(wide).repeat_interleave(group, dim=1)
     v = v.to(dtype).repeat_interleave(group, dim=1)
-    logits = torch.einsum("qhd,khd->hqk", q.to(dtype), k)
-    logits = logits.to(torch.promote_types(dtype, torch.float32)) * sm_scale
+    logits = torch.einsum("qhd,khd->hqk", q.to(wide), k) * sm_scale
     logits = logits.masked_fill(~mask, -math.inf)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(~mask, 0.0)

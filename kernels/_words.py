@@ -128,11 +128,16 @@ def group_planes(planes: Sequence[tuple[Tensor, ...]]) -> list[Planes]:
         A plane is K or V of a cache, or that of a source and that of a target: its views have equal
         shapes but for the number of pages.
     """
-    groups: dict[PageShape, list[tuple[int, ...]]] = {}
+    # Few distinct strides stand for many planes; equal page shapes of other strides meet after that.
+    alike: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
     for views in planes:
-        strides = tuple(view.stride() for view in views)
-        shape = _page_shape(tuple(view.shape for view in views), strides, views[0].element_size())
-        groups.setdefault(shape, []).append(tuple(view.data_ptr() for view in views))
+        alike.setdefault((*(view.stride() for view in views), views[0].size(3)), []).append(views)
+    groups: dict[PageShape, list[tuple[int, ...]]] = {}
+    for (*strides, _), group in alike.items():
+        shapes = tuple(view.shape for view in group[0])
+        shape = _page_shape(shapes, tuple(strides), group[0][0].element_size())
+        addresses = [tuple(view.data_ptr() for view in views) for views in group]
+        groups.setdefault(shape, []).extend(addresses)
     found = []
     for shape, addresses in groups.items():
         steps = [stride for view in shape.strides for stride in view]

@@ -44,6 +44,10 @@ def _metadata(grid, kernel, args):
 @triton.jit(
     launch_metadata=_metadata,
     do_not_specialize=[
+        "src_first",
+        "dst_first",
+        "src_second",
+        "dst_second",
         "num_src_pages",
         "num_dst_pages",
         "num_pairs",
@@ -60,6 +64,10 @@ def _metadata(grid, kernel, args):
 )
 def copy_blocks_kernel(
     addresses_ptr,
+    src_first,
+    dst_first,
+    src_second,
+    dst_second,
     src_ids_ptr,
     dst_ids_ptr,
     num_src_pages,
@@ -82,9 +90,10 @@ def copy_blocks_kernel(
     VEC_BYTES: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     HAS_DST_IDS: tl.constexpr,
 ):
-    """Copy every num_programs-th tile."""
+    """Copy every num_programs-th tile; up to two planes need no table of addresses."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         chunk = tile % CHUNKS
         pair = (tile // CHUNKS % num_pairs).to(tl.int64)
@@ -97,8 +106,12 @@ def copy_blocks_kernel(
         else:
             dst = pair
             dst_exists = dst < num_dst_pages
-        src_address = tl.load(addresses_ptr + 2 * plane)
-        dst_address = tl.load(addresses_ptr + 2 * plane + 1)
+        if HAS_TABLE:
+            src_address = tl.load(addresses_ptr + 2 * plane)
+            dst_address = tl.load(addresses_ptr + 2 * plane + 1)
+        else:
+            src_address = tl.where(plane == 0, src_first, src_second)
+            dst_address = tl.where(plane == 0, dst_first, dst_second)
 
         words = chunk * BLOCK + tl.arange(0, BLOCK)
         mask = words < ROWS * RUN
@@ -138,8 +151,11 @@ def copy_blocks(
     with on_device(device):
         for planes in group_planes(views):
             num_tiles = planes.chunks * num_pairs * len(planes.addresses)
+            has_table = len(planes.addresses) > 2
             copy_blocks_kernel[(min(num_tiles, _HOST_PROGRAMS) if on_host else num_tiles,)](
-                address_table(planes.addresses, device),
+                address_table(planes.addresses, device) if has_table else None,
+                *planes.addresses[0],
+                *planes.addresses[-1],
                 src_ids,
                 dst_ids,
                 sources[0].num_pages,
@@ -150,5 +166,6 @@ def copy_blocks(
                 0 if dst_ids is None else dst_ids.stride(0),
                 *planes.strides,
                 **planes.constants,
+                HAS_TABLE=has_table,
                 HAS_DST_IDS=dst_ids is not None,
             )

@@ -316,8 +316,9 @@ class FixedLogits:
     [
         ([20.0, 20.125, 3.0], 0.125, True),
         ([20.0, 20.25, 3.0], 0.25, False),
-        # Ours is neither of the top two: the gap is to the top one.
-        ([20.0, 20.125, 20.25], 0.25, False),
+        # Ours is the third of a tie of three, and one that is too deep.
+        ([20.0, 20.125, 20.25], 0.125, True),
+        ([20.0, 20.375, 20.25], 0.125, False),
     ],
 )
 def test_only_a_near_tie_excuses_a_divergence(

@@ -23,16 +23,21 @@ def cache_of(name: str, kv_cache: KVCacheLike, kv_layout: str = "NHD") -> PagedK
         cache = PagedKVCache.of(kv_cache, kv_layout)
     except (TypeError, ValueError) as error:
         raise error if name == "kv_cache" else type(error)(f"{name}: {error}") from None
-    if 0 in cache.shape[1:]:
-        raise ValueError(
-            f"{name} must have at least one token, head and element a page, got {cache.shape[1:]} "
-            "(page_size, heads, head_dim of k, head_dim of v)"
-        )
+    if cache.k.numel() == 0 or cache.v.numel() == 0:
+        _check_page_not_empty(name, cache)
     if cache.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{name} must be on a CUDA (or ROCm) device or a CPU, got {cache.device}")
     if env.INTERPRET and cache.device.type != "cpu":
         raise ValueError(f"{name} must be on a CPU with TRITON_INTERPRET=1, got {cache.device}")
     return cache
+
+
+def _check_page_not_empty(name: str, cache: PagedKVCache) -> None:
+    if 0 in cache.shape[1:]:
+        raise ValueError(
+            f"{name} must have at least one token, head and element a page, got {cache.shape[1:]} "
+            "(page_size, heads, head_dim of k, head_dim of v)"
+        )
 
 
 def layers_of(kv_caches: Sequence[KVCacheLike], name: str = "kv_caches") -> list[PagedKVCache]:
@@ -90,8 +95,8 @@ def same_pages(name: str, cache: PagedKVCache, other_name: str, other: PagedKVCa
 def _same(
     name: str, cache: PagedKVCache, other_name: str, other: PagedKVCache, first_dim: int
 ) -> None:
-    fields = ("pages", "page_size", "heads", "head_dim of k", "head_dim of v")[first_dim:]
     if cache.shape[first_dim:] != other.shape[first_dim:]:
+        fields = ("pages", "page_size", "heads", "head_dim of k", "head_dim of v")[first_dim:]
         raise ValueError(
             f"{name} and {other_name} must agree in {', '.join(fields)}, got "
             f"{cache.shape[first_dim:]} and {other.shape[first_dim:]}"

@@ -81,7 +81,8 @@ def swap_blocks(
     waits for the stream before the host uses a pinned target, and keeps a pinned source as it is,
     and alive, until then. Between two GPUs pages travel as one contiguous transfer a layer,
     asynchronous and ordered on both current streams. With pageable host memory they do too, and the
-    call returns when the host's side of it is done. Not for CUDA graphs.
+    call returns when the host's side of it is done. The first call for a set of lists makes a table
+    of their addresses, which synchronizes once. Not for CUDA graphs.
 
     Raises
     ------

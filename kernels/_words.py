@@ -128,7 +128,7 @@ def group_planes(planes: Sequence[tuple[Tensor, ...]]) -> list[Planes]:
         A plane is K or V of a cache, or that of a source and that of a target: its views have equal
         shapes but for the number of pages.
     """
-    # Few distinct strides stand for many planes; equal page shapes of other strides meet after that.
+    # Few distinct strides stand for many planes; equal page shapes meet after that.
     alike: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
     for views in planes:
         alike.setdefault((*(view.stride() for view in views), views[0].size(3)), []).append(views)

@@ -136,7 +136,7 @@ def test_other_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_near_tie_passes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = engine.paged_attention
     monkeypatch.setattr(engine, "paged_attention", lambda *a, **k: attend(*a, **k).roll(1, 0))
-    monkeypatch.setattr(generation, "NEAR_TIE", {torch.float32: 1e6})
+    monkeypatch.setattr(generation, "NEAR_TIE_STEPS", {torch.float32: 10**12})
     status, shown, results = run()
     assert status == cli.OK
     assert "is a near tie" in shown

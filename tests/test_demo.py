@@ -321,9 +321,7 @@ class FixedLogits:
         ([20.0, 20.375, 20.25], 0.125, False),
     ],
 )
-def test_only_a_near_tie_excuses_a_divergence(
-    logits: list[float], gap: float, accepted: bool
-) -> None:
+def test_only_a_near_tie_counts(logits: list[float], gap: float, accepted: bool) -> None:
     model = FixedLogits({5: logits})
     (row,) = generation.agreements(model, [[7, 7, 7]], [[2, 2, 0, 1]], [[2, 2, 1, 1]])
     assert (row.equal, row.expected, row.gap, row.accepted) == (2, 4, gap, accepted)

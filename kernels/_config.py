@@ -38,16 +38,13 @@ def decode_tile(spec: AttentionSpec) -> TileConfig:
     """Choose the tile of the split-KV kernel: all rows of a request in one, if 64 hold them."""
     q_len = spec.max_q_len if spec.max_q_len <= MAX_DECODE_Q_LEN else 1
     block_m = min(64, max(16, pow2_ceil(q_len * spec.group_size)))
-    wide = max(spec.head_dim_qk, spec.head_dim_vo) > 128 or spec.q_dtype == torch.float32
-    block_n = 32 if wide else 64
-    return TileConfig(
-        block_m, block_n, num_warps=4, num_stages=3 if spec.q_dtype.itemsize == 2 else 2
-    )
+    block_n = 32 if max(spec.head_dim_qk, spec.head_dim_vo) > 128 or _needs_registers(spec) else 64
+    return TileConfig(block_m, block_n, num_warps=4, num_stages=2 if _needs_registers(spec) else 3)
 
 
 def prefill_tile(spec: AttentionSpec) -> TileConfig:
     """Choose the tile of the prefill kernel."""
-    if spec.q_dtype == torch.float32:
+    if _needs_registers(spec):
         return TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)
     if max(spec.head_dim_qk, spec.head_dim_vo) > 128:
         return TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
@@ -55,6 +52,14 @@ def prefill_tile(spec: AttentionSpec) -> TileConfig:
         # Operands pass through registers there: a tile of 64 x 64 on four warps would spill.
         return TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)
     return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+
+
+def _needs_registers(spec: AttentionSpec) -> bool:
+    """Return whether dots are fp32 on the chip: no matrix unit holds their operands.
+
+    In the interpreter fewer and fatter programs win, whatever the dtype.
+    """
+    return spec.q_dtype == torch.float32 and spec.device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--device", metavar="DEVICE", help="cuda, cuda:N or cpu; default: a GPU")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="new tokens a prompt (default: 24, on a GPU 64)"
+        "--tokens", type=int, metavar="N", help="new tokens a prompt (default: 16, on a GPU 64)"
     )
     parser.add_argument(
         "--prompts",
@@ -110,7 +110,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     if prompts is None:
         prompts = 2 if args.quick or on_cpu else len(PROMPTS)
     if tokens is None:
-        tokens = 4 if args.quick else 24 if on_cpu else 64
+        tokens = 4 if args.quick else 16 if on_cpu else 64
     if tokens < 1:
         raise UsageError(f"--tokens must be at least 1, got {tokens}")
     if not 1 <= prompts <= len(PROMPTS):

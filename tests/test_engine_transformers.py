@@ -90,6 +90,13 @@ def assert_same_tokens(model: Any, prompts: list[list[int]], **changes: Any) -> 
     assert all(row.gap is None for row in rows)
 
 
+def test_other_releases_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their engine passes other arguments; the message says which release is known."""
+    monkeypatch.setattr("transformers.__version__", "5.24.0")
+    with pytest.raises(ImportError, match=r"transformers 5\.17, got 5\.24\.0: pip install"):
+        engine.register()
+
+
 def test_fresh_prefills_then_decode(model: Any, recorder: Recorder) -> None:
     assert_same_tokens(model, PROMPTS)
     assert sorted(recorder.steps[0]["q_lens"]) == [7, 21]

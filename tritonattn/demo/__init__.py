@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tritonattn import __version__
-from tritonattn.cli import FAILED, INCOMPLETE, OK, MissingExtraError, UsageError
+from tritonattn.cli import FAILED, INCOMPLETE, OK, UsageError
 from tritonattn.demo import generation, model, weights
 from tritonattn.info import version
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             args.model, args.device, dtype, PROMPTS[:num_prompts], num_tokens, results
         )
         status = status if agreed else FAILED
-    except (MissingExtraError, weights.WeightsMissingError) as error:
+    except (ImportError, weights.WeightsMissingError) as error:
         results["error"] = str(error)
         print(f"\nThe model was not run: {error}")
         status = status or INCOMPLETE

@@ -47,8 +47,8 @@ def show(
     # Its bars would stand among ours.
     transformers.utils.logging.disable_progress_bar()
     folder = weights.find(chosen)
-    model, tokenizer = weights.load(folder, torch.device(device), dtype)
     register()
+    model, tokenizer = weights.load(folder, torch.device(device), dtype)
     ids = [tokenizer(prompt).input_ids for prompt in prompts]
     print(
         f"\n{weights.label(folder)} in transformers {transformers.__version__}, "

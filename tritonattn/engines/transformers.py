@@ -31,6 +31,9 @@ from tritonattn.reference import page_table as page_table_twin
 
 IMPLEMENTATION = "paged|tritonattn"
 
+# What the engine passes to an attention function is not a stable interface.
+_RELEASE = "5.17"
+
 # The steps of a cache, one per layer group, are kept on the cache object: they live and die with
 # it.
 _STEPS = "_tritonattn_steps"
@@ -55,15 +58,20 @@ def register() -> None:
     Raises
     ------
     ImportError
-        Without transformers: `pip install 'tritonattn[engines]'`.
+        Without transformers, or with a release whose engine was not tried:
+        `pip install 'tritonattn[engines]'`.
     """
     try:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, __version__
     except ImportError as error:
         raise ImportError(
-            "tritonattn.engines.transformers needs transformers >= 5.17: "
-            "pip install 'tritonattn[engines]'"
+            f"{IMPLEMENTATION!r} needs transformers {_RELEASE}: pip install 'tritonattn[engines]'"
         ) from error
+    if not __version__.startswith(f"{_RELEASE}."):
+        raise ImportError(
+            f"{IMPLEMENTATION!r} knows the engine of transformers {_RELEASE}, got {__version__}: "
+            "pip install 'tritonattn[engines]'"
+        )
     AttentionInterface.register(IMPLEMENTATION, attention)
 
 

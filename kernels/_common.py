@@ -59,7 +59,7 @@ def visible_keys(token, mask_m, q_len, kv_len, CAUSAL: tl.constexpr):
 def page_row(page_ids_ptr, indptr_ptr, request, stride_table_row, IS_CSR: tl.constexpr):
     """Return the address of a request's first page id."""
     if IS_CSR:
-        return page_ids_ptr + tl.load(indptr_ptr + request)
+        return page_ids_ptr + tl.maximum(tl.load(indptr_ptr + request), 0)
     else:
         return page_ids_ptr + request.to(tl.int64) * stride_table_row
 

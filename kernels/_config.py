@@ -5,8 +5,10 @@ Nothing here looks at a device value, so a captured graph and an eager call run 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,3 +89,8 @@ def split_programs(spec: AttentionSpec) -> int:
     if spec.device.type == "cpu":
         return 1
     return chip(spec.device).num_sms * DECODE_CTAS_PER_SM
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make `device` current: a launch goes to the current device, whatever its arguments."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -12,7 +12,6 @@ cache of one token a page, or with its heads side by side, is one run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -199,8 +198,3 @@ def address_table(addresses: tuple[tuple[int, ...], ...], device: torch.device) 
         table = torch.tensor(addresses, dtype=torch.int64, device=device).flatten()
         _TABLES[(device, addresses)] = table
     return table
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make `device` current: a launch goes to the current device, whatever its arguments."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonattn.kernels._config import pow2_ceil
-from tritonattn.kernels._words import on_device
+from tritonattn.kernels._config import on_device, pow2_ceil
 from tritonattn.layout import PagedKVCache, kernel_strides
 
 _TILE_BYTES = 4096  # of K, and as many of V

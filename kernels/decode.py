@@ -31,7 +31,7 @@ def _split_metadata(grid, kernel, args):
     return {"name": f"decode_split_kernel_d{args['HEAD_DIM_QK']}_g{args['GROUP']}"}
 
 
-@triton.jit(launch_metadata=_split_metadata)
+@triton.jit(launch_metadata=_split_metadata, do_not_specialize=["stride_table_row"])
 def decode_split_kernel(
     q_ptr,
     k_ptr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonattn.kernels._config import pow2_ceil
+from tritonattn.kernels._config import on_device, pow2_ceil
 from tritonattn.layout import kernel_strides
 
 _TILE = 2048  # elements of v that a program of four warps holds
@@ -204,28 +204,29 @@ def merge_pair(
         return
     block_d = pow2_ceil(head_dim)
     block_r = max(1, min(pow2_ceil(n * num_heads), _TILE // block_d))
-    merge_pair_kernel[(triton.cdiv(n * num_heads, block_r),)](
-        v_a,
-        s_a,
-        v_b,
-        s_b,
-        v_out,
-        s_out,
-        s_a if mask is None else mask,
-        n * num_heads,
-        num_heads,
-        *kernel_strides(v_a),
-        *s_a.stride(),
-        *kernel_strides(v_b),
-        *s_b.stride(),
-        *kernel_strides(v_out),
-        *s_out.stride(),
-        HEAD_DIM=head_dim,
-        HAS_MASK=mask is not None,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+    with on_device(v_a.device):
+        merge_pair_kernel[(triton.cdiv(n * num_heads, block_r),)](
+            v_a,
+            s_a,
+            v_b,
+            s_b,
+            v_out,
+            s_out,
+            s_a if mask is None else mask,
+            n * num_heads,
+            num_heads,
+            *kernel_strides(v_a),
+            *s_a.stride(),
+            *kernel_strides(v_b),
+            *s_b.stride(),
+            *kernel_strides(v_out),
+            *s_out.stride(),
+            HEAD_DIM=head_dim,
+            HAS_MASK=mask is not None,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
 
 
 def merge_many(v: Tensor, s: Tensor, v_out: Tensor, s_out: Tensor) -> None:
@@ -246,21 +247,22 @@ def merge_many(v: Tensor, s: Tensor, v_out: Tensor, s_out: Tensor) -> None:
     block_d = pow2_ceil(head_dim)
     # Few rows get small tiles, so that all multiprocessors have work.
     block_r = max(1, min(_TILE // block_d, pow2_ceil(rows // _MANY_PROGRAMS)))
-    merge_many_kernel[(triton.cdiv(rows, block_r),)](
-        v,
-        s,
-        v_out,
-        s_out,
-        rows,
-        num_states,
-        num_heads,
-        *kernel_strides(v),
-        *s.stride(),
-        *kernel_strides(v_out),
-        *s_out.stride(),
-        HEAD_DIM=head_dim,
-        BLOCK_R=block_r,
-        BLOCK_K=max(1, min(pow2_ceil(num_states), 32)),
-        BLOCK_D=block_d,
-        num_warps=max(1, min(4, block_r * block_d // 512)),
-    )
+    with on_device(v.device):
+        merge_many_kernel[(triton.cdiv(rows, block_r),)](
+            v,
+            s,
+            v_out,
+            s_out,
+            rows,
+            num_states,
+            num_heads,
+            *kernel_strides(v),
+            *s.stride(),
+            *kernel_strides(v_out),
+            *s_out.stride(),
+            HEAD_DIM=head_dim,
+            BLOCK_R=block_r,
+            BLOCK_K=max(1, min(pow2_ceil(num_states), 32)),
+            BLOCK_D=block_d,
+            num_warps=max(1, min(4, block_r * block_d // 512)),
+        )

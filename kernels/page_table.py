@@ -47,8 +47,9 @@ def slots_to_pages_kernel(
     first = column.to(tl.int64) * PAGE_SIZE
     at = begin + first
     used = mask & (first < length) & (at < num_slots)
-    slot = tl.load(slots_ptr + at, mask=used, other=0)
-    page = tl.where(used, slot // PAGE_SIZE, -1).to(tl.int32)
+    slot = tl.load(slots_ptr + at, mask=used, other=-1)
+    # Division truncates towards 0: without the comparison a slot of -1 would be page 0.
+    page = tl.where(slot >= 0, slot // PAGE_SIZE, -1).to(tl.int32)
     tl.store(page_table_ptr + entry, page, mask=mask)
     tl.store(seq_lens_ptr + request, length.to(tl.int32), mask=mask & (column == 0))
 
@@ -65,7 +66,8 @@ def slots_to_pages(
     cu_seqlens : Tensor, shape [batch + 1], int32
         First entry of each request in `slots`.
     page_table : Tensor, shape [batch, width], int32, contiguous
-        Written in full, -1 past a request's pages. A request longer than its row is cut short.
+        Written in full, -1 past a request's pages and for a negative slot. A request longer than
+        its row is cut short.
     seq_lens : Tensor, shape [batch], int32
         Written in full.
     page_size : int

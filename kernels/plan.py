@@ -29,7 +29,6 @@ from tritonattn.kernels._config import (
     MAX_DECODE_Q_LEN,
     TileConfig,
     decode_tile,
-    pow2_ceil,
     prefill_tile,
     split_programs,
 )
@@ -75,6 +74,12 @@ def _lengths(
 
 
 @triton.jit
+def _splits(kv_len, chunk_tiles, BLOCK_N: tl.constexpr):
+    """Return into how many chunks the keys of a request are cut, at least 1."""
+    return tl.maximum(tl.cdiv(tl.cdiv(kv_len, BLOCK_N), chunk_tiles), 1)
+
+
+@triton.jit
 def _shares(
     q_len,
     kv_len,
@@ -88,7 +93,7 @@ def _shares(
     """Return query tiles and splits of a request on the split path, query tiles on the other."""
     is_decode = q_len <= MAX_DECODE_Q
     q_tiles = tl.where(is_decode, tl.cdiv(q_len * GROUP, DECODE_BLOCK_M), 0)
-    splits = tl.maximum(tl.cdiv(tl.cdiv(kv_len, DECODE_BLOCK_N), chunk_tiles), 1)
+    splits = _splits(kv_len, chunk_tiles, DECODE_BLOCK_N)
     return q_tiles, splits, tl.where(is_decode, 0, tl.cdiv(q_len * GROUP, PREFILL_BLOCK_M))
 
 
@@ -101,6 +106,33 @@ def _find(cum_ptr, item, batch_size, STEPS: tl.constexpr):
         first = tl.load(cum_ptr + probe, mask=probe < batch_size, other=2147483647)
         low = tl.where(first <= item, probe, low)
     return low
+
+
+@triton.jit
+def _locate(
+    cum_ptr,
+    item,
+    num_items,
+    qo_indptr_ptr,
+    lengths_ptr,
+    indptr_ptr,
+    batch_size,
+    total_q,
+    table_width,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    FROM_LAST_PAGE_LEN: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Return an item's request, its rank there, and the lengths; q_len is 0 for surplus items."""
+    live = item < num_items
+    request = _find(cum_ptr, item, batch_size, STEPS)
+    q_start, q_len, kv_len = _lengths(
+        qo_indptr_ptr, lengths_ptr, indptr_ptr, request, live, total_q, table_width,
+        PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN,
+    )  # fmt: skip
+    rank = item - tl.load(cum_ptr + request, mask=live, other=0)
+    return request, rank, q_start, tl.where(live, q_len, 0), kv_len
 
 
 @triton.jit
@@ -214,54 +246,38 @@ def plan_kernel(
 
     for first in range(0, split_capacity, BLOCK):
         item = first + offs
-        live = item < num_split
-        request = _find(cum_ptr, item, batch_size, SEARCH_STEPS)
-        q_start, q_len, kv_len = _lengths(
-            qo_indptr_ptr, lengths_ptr, indptr_ptr, request, live, total_q, table_width,
-            PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN,
+        request, rank, q_start, q_len, kv_len = _locate(
+            cum_ptr, item, num_split, qo_indptr_ptr, lengths_ptr, indptr_ptr, batch_size, total_q,
+            table_width, PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN, SEARCH_STEPS,
         )  # fmt: skip
-        _, splits, _ = _shares(
-            q_len, kv_len, chunk_tiles, GROUP, MAX_DECODE_Q, DECODE_BLOCK_M, DECODE_BLOCK_N,
-            PREFILL_BLOCK_M,
-        )  # fmt: skip
-        rank = item - tl.load(cum_ptr + request, mask=live, other=0)
-        slot = rank + tl.load(cum_ptr + batch_size + request, mask=live, other=0)
+        splits = _splits(kv_len, chunk_tiles, DECODE_BLOCK_N)
+        slot = rank + tl.load(cum_ptr + batch_size + request, mask=item < num_split, other=0)
         size = tl.cdiv(tl.cdiv(kv_len, DECODE_BLOCK_N), splits) * DECODE_BLOCK_N
         kv_start = (rank % splits) * size
         _store_record(
-            split_ptr, item, item < split_capacity, q_start, tl.where(live, q_len, 0),
-            rank // splits, kv_start, tl.minimum(kv_start + size, kv_len), kv_len, request,
-            tl.where(splits > 1, slot, -1),
+            split_ptr, item, item < split_capacity, q_start, q_len, rank // splits, kv_start,
+            tl.minimum(kv_start + size, kv_len), kv_len, request, tl.where(splits > 1, slot, -1),
         )  # fmt: skip
 
     for first in range(0, merge_capacity, BLOCK):
         item = first + offs
-        live = item < num_merge
-        request = _find(cum_ptr + 2 * batch_size, item, batch_size, SEARCH_STEPS)
-        q_start, q_len, kv_len = _lengths(
-            qo_indptr_ptr, lengths_ptr, indptr_ptr, request, live, total_q, table_width,
-            PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN,
+        request, q_tile, q_start, q_len, kv_len = _locate(
+            cum_ptr + 2 * batch_size, item, num_merge, qo_indptr_ptr, lengths_ptr, indptr_ptr,
+            batch_size, total_q, table_width, PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN, SEARCH_STEPS,
         )  # fmt: skip
-        _, splits, _ = _shares(
-            q_len, kv_len, chunk_tiles, GROUP, MAX_DECODE_Q, DECODE_BLOCK_M, DECODE_BLOCK_N,
-            PREFILL_BLOCK_M,
-        )  # fmt: skip
-        q_tile = item - tl.load(cum_ptr + 2 * batch_size + request, mask=live, other=0)
-        slot = q_tile * splits + tl.load(cum_ptr + batch_size + request, mask=live, other=0)
+        splits = _splits(kv_len, chunk_tiles, DECODE_BLOCK_N)
+        first_slot = tl.load(cum_ptr + batch_size + request, mask=item < num_merge, other=0)
         _store_record(
-            merge_ptr, item, item < merge_capacity, q_start, tl.where(live, q_len, 0), q_tile, slot,
-            splits, 0, 0, 0,
+            merge_ptr, item, item < merge_capacity, q_start, q_len, q_tile,
+            first_slot + q_tile * splits, splits, 0, 0, 0,
         )  # fmt: skip
 
     for first in range(0, prefill_capacity, BLOCK):
         item = first + offs
-        live = item < num_prefill
-        request = _find(cum_ptr + 3 * batch_size, item, batch_size, SEARCH_STEPS)
-        q_start, q_len, kv_len = _lengths(
-            qo_indptr_ptr, lengths_ptr, indptr_ptr, request, live, total_q, table_width,
-            PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN,
+        request, rank, q_start, q_len, kv_len = _locate(
+            cum_ptr + 3 * batch_size, item, num_prefill, qo_indptr_ptr, lengths_ptr, indptr_ptr,
+            batch_size, total_q, table_width, PAGE_SIZE, IS_CSR, FROM_LAST_PAGE_LEN, SEARCH_STEPS,
         )  # fmt: skip
-        rank = item - tl.load(cum_ptr + 3 * batch_size + request, mask=live, other=0)
         # Last tile first: with a causal mask it has the most keys, and long work should start
         # early.
         q_tile = tl.cdiv(q_len * GROUP, PREFILL_BLOCK_M) - 1 - rank
@@ -271,8 +287,8 @@ def plan_kernel(
         else:
             kv_end = kv_len
         _store_record(
-            prefill_ptr, item, item < prefill_capacity, q_start, tl.where(live, q_len, 0), q_tile,
-            0, kv_end, kv_len, request, -1,
+            prefill_ptr, item, item < prefill_capacity, q_start, q_len, q_tile, 0, kv_end, kv_len,
+            request, -1,
         )  # fmt: skip
 
 
@@ -303,11 +319,11 @@ class WorkCapacity:
         )
         long_requests = min(spec.batch_size, spec.total_q // (MAX_DECODE_Q_LEN + 1))
         has_prefill = spec.max_q_len > MAX_DECODE_Q_LEN
-        merge = min(shares, q_tiles)
+        # Slots are bounded for any metadata, also where `max_q_len` is a lie: they are written to.
         return cls(
             split=q_tiles + shares,
-            slots=2 * shares if merge else 0,
-            merge=merge,
+            slots=2 * shares,
+            merge=min(shares, q_tiles),
             prefill=rows // prefill_tile(spec).block_m + long_requests if has_prefill else 0,
         )
 
@@ -383,7 +399,8 @@ def plan(spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, work: WorkLis
         DECODE_BLOCK_M=decode.block_m,
         DECODE_BLOCK_N=decode.block_n,
         PREFILL_BLOCK_M=prefill_tile(spec).block_m,
-        SEARCH_STEPS=spec.batch_size.bit_length(),
-        BLOCK=min(1024, max(64, pow2_ceil(work.capacity.split))),
+        # Few values, so that a new batch size seldom compiles: 8 steps find one of 255 requests.
+        SEARCH_STEPS=-(-spec.batch_size.bit_length() // 8) * 8,
+        BLOCK=256 if work.capacity.split <= 256 else 1024,
         num_warps=8,
     )

@@ -26,7 +26,7 @@ def _metadata(grid, kernel, args):
     return {"name": f"prefill_kernel_d{args['HEAD_DIM_QK']}_g{args['GROUP']}"}
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["num_items"])
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["num_items", "stride_table_row"])
 def prefill_kernel(
     q_ptr,
     k_ptr,

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonattn.kernels._config import on_device
 from tritonattn.kernels._words import (
     address_table,
     group_planes,
-    on_device,
     page_words,
     word_offsets,
 )

@@ -208,7 +208,7 @@ def test_a_plan_serves_all_layers() -> None:
 def test_a_plan_refuses_another_step_or_geometry() -> None:
     inputs = make_inputs(AttentionCase((1, 10), (19, 21), head_dim=16))
     plan = tritonattn.plan_attention(inputs.q, inputs.kv_cache, **inputs.metadata())
-    with pytest.raises(ValueError, match="seq_lens is not the tensor"):
+    with pytest.raises(ValueError, match="seq_lens is not what the plan"):
         tritonattn.paged_attention(
             inputs.q, inputs.kv_cache, seq_lens=inputs.seq_lens.clone(), plan=plan
         )

@@ -102,6 +102,60 @@ def test_a_chain_through_two_views_of_one_pool_is_refused() -> None:
     assert torch.equal(pool, before)
 
 
+def test_layers_of_a_swap_share_one_launch() -> None:
+    """What one layer reads no other may write, and no two may write the same memory."""
+    a, b, target = cache(1), cache(2), cache(3)
+    before = a.clone(), b.clone(), target.clone()
+    both = "src_to_dst must not name a page as source and as target of one cache, got page "
+    twice = "dst_kv_cache must give each target page of each layer memory of its own, got page "
+    for sources, targets, pairs, message in (
+        ([a, b], [b, a], ((0, 0),), both + "0 of layer [01] as both"),
+        ([a, b], [target, a], ((1, 3), (3, 5)), both + "3 of layer 1 as both"),
+        ([a, a], [(b[:, 0], target[:, 1]), target], ((2, 4),), twice + "4 of layer 0 and page 4"),
+        ([(a[:, 0], a[:, 1])], [(a[:, 1], a[:, 0])], ((2, 2),), both + "2 of layer 0"),
+        ([a, b], [target, target], ((4, 1),), twice + "1 of layer 0 and page 1 of layer 1"),
+        ([a, b], [target[:-1], target[1:]], ((4, 1), (5, 2)), twice + "2 of layer 0 and page 1 of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_ops.swap_blocks(sources, targets, mapping(*pairs))
+    assert all(map(torch.equal, (a, b, target), before))
+
+
+@pytest.mark.parametrize("hnd", [False, True])
+def test_pages_that_overlap_in_part_are_refused(hnd: bool) -> None:
+    """Tokens 0 to 3 and 2 to 5 of the pages of one pool: no address begins two pages."""
+    pool = cache(shape=(6, 2, 2, 8, 8) if hnd else (6, 2, 8, 2, 8))
+    before = pool.clone()
+    tokens = 3 if hnd else 2
+    first, second, last = (pool.narrow(tokens, at, 4) for at in (0, 2, 4))
+    with pytest.raises(ValueError, match="as source and as target of one cache, got page 1"):
+        block_ops.swap_blocks(first, second, mapping((0, 3), (1, 1)))
+    with pytest.raises(ValueError, match="page 1 of layer 0 and page 1 of layer 1 in the same"):
+        block_ops.swap_blocks([cache(1, first.shape)] * 2, [first, second], mapping((0, 1)))
+    assert torch.equal(pool, before)
+    block_ops.swap_blocks(first, second, mapping((0, 3)))
+    block_ops.swap_blocks([first, first], [last, cache(2, first.shape)], mapping((0, 0), (1, 1)))
+    assert torch.equal(second[3], before.narrow(tokens, 0, 4)[0])
+    assert torch.equal(last[:2], before.narrow(tokens, 0, 4)[:2])
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_layers_of_one_pool_are_swapped(dim: int) -> None:
+    """Wherever the layer stands in the pool, and though all pages of all layers interleave."""
+    shape = list(SHAPE)
+    shape.insert(dim, 3)
+    source, target = cache(1, tuple(shape)), cache(2, tuple(shape))
+    expected = target.clone().movedim(dim, 0)
+    expected[:, [1, 0, 5]] = source.movedim(dim, 0)[:, [1, 4, 5]]
+    pairs = mapping((1, 1), (4, 0), (5, 5))
+    block_ops.swap_blocks(list(source.unbind(dim)), list(target.unbind(dim)), pairs)
+    assert torch.equal(target.movedim(dim, 0), expected)
+    within = list(target.unbind(dim))
+    block_ops.swap_blocks(within, within[::-1], mapping((1, 2), (0, 3)))
+    expected[:, [2, 3]] = expected.flip(0)[:, [1, 0]]
+    assert torch.equal(target.movedim(dim, 0), expected)
+
+
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [

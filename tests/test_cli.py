@@ -14,6 +14,7 @@ import torch
 
 import tritonattn
 from tritonattn import cli, env
+from tritonattn.backends import UnsupportedError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,6 +115,27 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, run)
     with pytest.raises(ImportError, match="a bug of ours"):
         cli.main(["info"])
+
+
+def test_a_refusal_of_a_backend_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: Any) -> int:
+        raise UnsupportedError("the triton backend cannot do this")
+
+    fake_command(monkeypatch, run)
+    assert cli.main(["info"]) == cli.USAGE
+    assert capsys.readouterr().err == "tritonattn info: the triton backend cannot do this\n"
+
+
+def test_a_wrong_flag_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITONATTN_VALIDATE", "maybe")
+    assert cli.main(["info"]) == cli.USAGE
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "tritonattn info: TRITONATTN_VALIDATE must be 0 or 1, got 'maybe'\n"
 
 
 @pytest.mark.parametrize(("given", "chosen"), [([], "cpu"), (["--device", "cpu"], "cpu")])

@@ -72,6 +72,15 @@ def test_slots_that_are_missing_are_not_read() -> None:
 
 
 @BOTH
+def test_a_negative_slot_is_no_page(ops: ModuleType) -> None:
+    """Of any size, not only -1: it gives -1, where dividing it gives page 0, or another page."""
+    slots = [20, 21, 22, 23, -1, -1, -1, -1, 8, -9, -1, -1, -1]
+    table, seq_lens = slots_to_pages(ops, slots, cumulative([9, 4]), 3, 4)
+    assert table.tolist() == [[5, -1, 2], [-1, -1, -1]]
+    assert seq_lens.tolist() == [9, 4]
+
+
+@BOTH
 def test_last_slots(ops: ModuleType) -> None:
     """Lengths 1, a page, one more, none; the last row is not read; q has two rows more."""
     block_table = torch.tensor([[3, -1, -1], [8, -1, -1], [2, 6, -1], [-(1 << 20)] * 3]).int()

@@ -195,13 +195,42 @@ def test_a_smaller_plan_leaves_nothing_of_a_larger_one() -> None:
     assert work.merge.numel() == 0 or (work.merge[:, 1] == 0).all()
 
 
-def test_capacity_bounds_what_tables_can_ask_for() -> None:
-    """The lists depend on shapes only: the same for every content of the metadata."""
+def test_capacity_depends_on_shapes_only() -> None:
     batch = Batch((1, 1), (10, 10), 2, 4, 64, True, False)
     spec = batch.spec(batch.table())
     longer = dataclasses.replace(spec, max_kv_len=10**6)
     assert plan_op.WorkCapacity.of(spec) == plan_op.WorkCapacity.of(longer)
     assert plan_op.WorkCapacity.of(dataclasses.replace(spec, max_q_len=1)).prefill == 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=make_batches(),
+    max_q_len=st.integers(0, 9),
+    garbage=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=8, max_size=8),
+    is_garbage=st.booleans(),
+)
+def test_contradictory_metadata_writes_within_the_workspace(
+    batch: Batch, max_q_len: int, garbage: list[int], is_garbage: bool
+) -> None:
+    """A bound that is too small, an indptr of any values: slots and lists stay in bounds."""
+    table = batch.table()
+    spec = dataclasses.replace(batch.spec(table), max_q_len=max_q_len)
+    qo_indptr = torch.tensor([0, *batch.q_lens], dtype=torch.int32).cumsum(0).int()
+    if is_garbage:
+        qo_indptr = torch.tensor(garbage[: qo_indptr.numel()], dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_op, "split_programs", lambda spec: batch.programs)
+        size = plan_op.workspace_bytes(spec)
+        guarded = torch.full((size + 4096,), 0x5A, dtype=torch.uint8)
+        work = plan_op.carve(spec, guarded[:size])
+        plan_op.plan(spec, table, qo_indptr, work)
+    assert (guarded[size:] == 0x5A).all()
+    live = work.split[work.split[:, 1] > 0]
+    assert (live[:, 7] < work.capacity.slots).all()
+    merges = work.merge[work.merge[:, 1] > 0]
+    assert (merges[:, 3] + merges[:, 4] <= work.capacity.slots).all()
+    assert (live[:, 0] + live[:, 1] <= spec.total_q).all()
 
 
 def test_lengths_from_last_page_len() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -258,3 +259,72 @@ def test_explain_says_what_auto_is(call: dict[str, Any]) -> None:
     assert explanation.verdicts["flashinfer"] != "accepts"  # CPU tensors
     chosen = tritonattn.explain(**call, backend="reference", out=None, sm_scale=1.0)
     assert (chosen.backend, chosen.reason) == ("reference", "chosen by the caller")
+
+
+def test_plan_and_backend_arguments_of_the_wrong_kind(call: dict[str, Any]) -> None:
+    refused(call, TypeError, "plan must be from plan_attention, got str", plan="x")
+    refused(call, TypeError, "backend must be a str, got list", backend=["triton"])
+    refused(call, TypeError, "window_left must be a number, got str", window_left="3")
+    refused(call, TypeError, "sm_scale must be a float or None, got str", sm_scale="a")
+    out = torch.ones(1, 4, 16, dtype=torch.bfloat16).expand(13, 4, 16)
+    with pytest.raises(ValueError, match="out must not overlap itself"):
+        tritonattn.paged_attention(**call, out=out)
+    metadata = {k: v for k, v in call.items() if k not in ("q", "kv_cache", "kv_layout")}
+    with pytest.raises(ValueError, match="backend must be one of"):
+        tritonattn.plan_attention(**metadata, page_size=16, backend="zzz")
+    with pytest.raises(TypeError, match="page_size must be an int, got str"):
+        tritonattn.plan_attention(**metadata, page_size="4")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool])
+def test_one_byte_caches_that_are_not_fp8(call: dict[str, Any], dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=r"cache must have q's dtype .* got torch\."):
+        tritonattn.paged_attention(**{**call, "kv_cache": call["kv_cache"].to(dtype)})
+
+
+def test_bounds_may_be_numpy_integers(call: dict[str, Any]) -> None:
+    expected = tritonattn.paged_attention(**call)
+    bounded = tritonattn.paged_attention(**call, max_q_len=np.int32(10), max_kv_len=np.int64(21))
+    assert torch.equal(bounded, expected)
+
+
+def test_the_profile_run_is_checked_and_explained(call: dict[str, Any]) -> None:
+    profile = {**call, "kv_cache": None}
+    with pytest.raises(ValueError, match="backend must be one of"):
+        tritonattn.paged_attention(**profile, backend="zzz")
+    with pytest.raises(TypeError, match="q must be float16"):
+        tritonattn.paged_attention(**{**profile, "q": call["q"].double()})
+    explanation = tritonattn.explain(**profile)
+    assert explanation.backend is None
+    assert "profiling run" in explanation.reason
+    with pytest.raises(TypeError, match="paged_attention has no argument foo"):
+        tritonattn.explain(**call, foo=1)
+
+
+def test_a_plan_refuses_another_table(either: dict[str, Any]) -> None:
+    """Layer groups of a hybrid model have the same lengths and other pages."""
+    metadata = {k: v for k, v in either.items() if k not in ("q", "kv_cache", "kv_layout")}
+    plan = tritonattn.plan_attention(**metadata, page_size=16, max_q_len=10)
+    expected = tritonattn.paged_attention(**either)
+    assert torch.equal(tritonattn.paged_attention(**either, plan=plan), expected)
+    for name in set(metadata) - {"causal"}:
+        refused(either, ValueError, f"{name} is not what the plan", plan=plan, **{
+            name: metadata[name].clone()
+        })  # fmt: skip
+    refused(either, ValueError, "max_q_len is not what the plan", plan=plan, max_q_len=9)
+    refused(either, ValueError, "seq_lens is not what", plan=plan, seq_lens=either["seq_lens"][:1])
+
+
+def test_a_plan_remembers_its_backend(call: dict[str, Any]) -> None:
+    metadata = {k: v for k, v in call.items() if k not in ("q", "kv_cache", "kv_layout")}
+    plan = tritonattn.plan_attention(**metadata, page_size=16, backend="reference")
+    assert tritonattn.explain(**call, plan=plan).backend == "reference"
+
+
+def test_plan_attention_checks_values_on_request(
+    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITONATTN_VALIDATE", "1")
+    call["seq_lens"][1] = 10**6
+    with pytest.raises(ValueError, match="seq_lens exceeds its row"):
+        tritonattn.plan_attention(**{k: v for k, v in call.items() if k != "kv_layout"})

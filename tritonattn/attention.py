@@ -15,7 +15,7 @@ from tritonattn import checks, dispatch, env
 from tritonattn.backends import AttentionCall, UnsupportedError, get_backend
 from tritonattn.layout import KVCacheLike, PagedKVCache
 from tritonattn.plan import AttentionPlan
-from tritonattn.spec import AttentionSpec, requested_features
+from tritonattn.spec import AttentionSpec, check_dtypes, requested_features
 
 
 def plan_attention(
@@ -53,6 +53,7 @@ def plan_attention(
     ValueError, TypeError
         As `paged_attention`.
     """
+    checks.check_backend_name(backend)
     cache = None if kv_cache is None else PagedKVCache.of(kv_cache, kv_layout)
     if cache is not None:
         checks.check_stated(cache, num_kv_heads, page_size)
@@ -61,15 +62,20 @@ def plan_attention(
         raise ValueError("plan_attention needs page_size or kv_cache")
     if buffers is not None:
         raise UnsupportedError("buffers: stage buffers are not supported yet, pass None")
-    checks.check_bound("max_q_len", max_q_len)
-    checks.check_bound("max_kv_len", max_kv_len)
     table = checks.make_page_table(seq_lens, block_table, indptr, indices, page_size)
     checks.check_qo_indptr(qo_indptr, table)
     plan = AttentionPlan(
-        qo_indptr, table, causal=causal, max_q_len=max_q_len, max_kv_len=max_kv_len
+        qo_indptr,
+        table,
+        causal=causal,
+        max_q_len=checks.as_bound("max_q_len", max_q_len),
+        max_kv_len=checks.as_bound("max_kv_len", max_kv_len),
+        backend=backend,
     )
     if q is not None and cache is not None:
         spec = _describe(q, cache, plan, ())
+        if env.validate_values():
+            checks.check_values(spec, qo_indptr, table, cache)
         plan.state(spec, dispatch.choose(spec, backend))
     return plan
 
@@ -134,8 +140,9 @@ def paged_attention(
     sm_scale : float, optional
         Factor of the logits, `head_dim_qk ** -0.5` by default.
     max_q_len, max_kv_len : int, optional
-        Upper bounds in tokens, `total_q` and the table's capacity by default. `max_kv_len=0` says
-        that a table without columns is meant.
+        Upper bounds in tokens, `total_q` and the table's capacity by default. A query longer than
+        `max_q_len` may be left unwritten (refused under `TRITONATTN_VALIDATE=1`). `max_kv_len=0`
+        says that a table without columns is meant.
     out : Tensor, shape [total_q, num_qo_heads, head_dim_vo], optional
         Written in place; rows outside the batch stay untouched. A new one has 0 there.
     lse : Tensor, shape [total_q, num_qo_heads], float32, optional
@@ -166,9 +173,11 @@ def paged_attention(
     """
     if lse_base not in ("log2", "e"):
         raise ValueError(f"lse_base must be 'log2' or 'e', got {lse_base!r}")
+    checks.check_backend_name(backend)
     checks.check_q(q)
     if kv_cache is None:
         return _profile_run(q, out, lse, return_lse)
+    sm_scale = checks.as_scale("sm_scale", sm_scale, q.size(2) ** -0.5)
     cache, plan, spec = _describe_call(
         q,
         kv_cache,
@@ -194,7 +203,7 @@ def paged_attention(
         buffers=buffers,
         batch_invariant=batch_invariant,
     )
-    name = dispatch.choose(spec, backend)
+    name = dispatch.choose(spec, plan.backend if backend == "auto" else backend)
     out, lse = checks.make_results(q, spec.head_dim_vo, out, lse, return_lse)
     if env.validate_values():
         checks.check_values(spec, plan.qo_indptr, plan.table, cache)
@@ -207,7 +216,7 @@ def paged_attention(
             qo_indptr=plan.qo_indptr,
             out=out,
             lse=lse,
-            sm_scale=cache.head_dim_qk**-0.5 if sm_scale is None else float(sm_scale),
+            sm_scale=sm_scale,
             lse_base=lse_base,
         )
         get_backend(name).run(call, plan.state(spec, name))
@@ -215,7 +224,7 @@ def paged_attention(
 
 
 def explain(
-    q: Tensor, kv_cache: KVCacheLike, *, backend: str = "auto", **arguments: Any
+    q: Tensor, kv_cache: KVCacheLike | None, *, backend: str = "auto", **arguments: Any
 ) -> dispatch.Explanation:
     """Say which backend `paged_attention` would use for these arguments, and why; launch nothing.
 
@@ -229,9 +238,18 @@ def explain(
     Explanation
         The choice, its reason, and every backend's verdict; prints well.
     """
+    checks.check_backend_name(backend)
+    unknown = set(arguments) - set(paged_attention.__kwdefaults__ or ())
+    if unknown:
+        raise TypeError(f"paged_attention has no argument {', '.join(sorted(unknown))}")
+    if kv_cache is None:
+        checks.check_q(q)
+        reason = "kv_cache=None is a profiling run: zeros, and no backend runs"
+        return dispatch.Explanation(None, reason, {})
     for name in ("sm_scale", "out", "lse", "return_lse", "lse_base"):
         arguments.pop(name, None)
-    return dispatch.explain_spec(_describe_call(q, kv_cache, **arguments)[2], backend)
+    _, plan, spec = _describe_call(q, kv_cache, **arguments)
+    return dispatch.explain_spec(spec, plan.backend if backend == "auto" else backend)
 
 
 def _describe_call(
@@ -257,7 +275,18 @@ def _describe_call(
     cache = PagedKVCache.of(kv_cache, kv_layout)
     checks.check_stated(cache, num_kv_heads, page_size)
     if plan is not None:
-        plan.check_same_step(qo_indptr, seq_lens, causal)
+        if not isinstance(plan, AttentionPlan):
+            raise TypeError(f"plan must be from plan_attention, got {type(plan).__name__}")
+        plan.check_same_step(
+            causal=causal,
+            qo_indptr=qo_indptr,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            indptr=indptr,
+            indices=indices,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+        )
     elif qo_indptr is None or seq_lens is None:
         raise TypeError("paged_attention needs qo_indptr and seq_lens, or a plan")
     else:
@@ -290,9 +319,9 @@ def _profile_run(
     q: Tensor, out: Tensor | None, lse: Tensor | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Answer an engine's memory-profiling run, which has no cache: zeros, and nothing is read."""
-    out, lse = checks.make_results(
-        q, q.size(2) if out is None else out.size(-1), out, lse, return_lse
-    )
+    check_dtypes(q.dtype, q.dtype)
+    head_dim_vo = out.size(-1) if isinstance(out, Tensor) and out.dim() else q.size(2)
+    out, lse = checks.make_results(q, head_dim_vo, out, lse, return_lse)
     out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)

@@ -11,6 +11,7 @@ does the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def swap_blocks(
     ----------
     src_kv_cache, dst_kv_cache : a cache, or a list of caches, one a layer
         Equal in shape but for the number of pages, and in dtype. Strides and form may differ. They
-        may be one cache: then no page may be both source and target. Lists share one launch.
+        may be one cache: then no page may be both source and target. Lists share one launch, so
+        that this holds for all layers, and no two may have a target in the same memory.
     src_to_dst : Tensor, shape [n, 2], int64, on the CPU
         Pairs of source and target page: ids within their pools, each target once. n may be 0.
 
@@ -93,8 +95,7 @@ def swap_blocks(
     src, dst = sources[0], targets[0]
     checks.check_mapping_form(src_to_dst, (torch.device("cpu"),))
     checks.check_mapping(src_to_dst, src.num_pages, dst.num_pages, one_pool=False)
-    for source, target in zip(sources, targets, strict=True):
-        _check_overlap(source, target, src_to_dst)
+    _check_overlap(sources, targets, src_to_dst)
     for device in (src.device, dst.device):
         checks.check_not_capturing("src_to_dst", device)
     if src_to_dst.size(0) == 0:
@@ -232,21 +233,88 @@ def _host_is_pinned(caches: Sequence[PagedKVCache]) -> bool:
     return bool(on_host) and all(c.k.is_pinned() and c.v.is_pinned() for c in on_host)
 
 
-def _check_overlap(src: PagedKVCache, dst: PagedKVCache, src_to_dst: Tensor) -> None:
-    """Refuse a page that is both source and target: the caches may be one, or views of one pool."""
-    for source, target in ((src.k, dst.k), (src.v, dst.v)):
-        if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
-            continue
-        src_starts, dst_starts = (
-            ids * view.stride(0) * view.element_size() + view.data_ptr()
-            for ids, view in zip(src_to_dst.unbind(1), (source, target), strict=True)
+def _check_overlap(
+    sources: Sequence[PagedKVCache], targets: Sequence[PagedKVCache], src_to_dst: Tensor
+) -> None:
+    """Refuse memory that is target twice, or source and target: all layers share one launch.
+
+    Only storages that several caches lie in are looked at, which is seldom: K and V of one cache
+    never meet. There a page stands for its first dense run of bytes. That is all of it in most
+    layouts; in the others, overlaps that spare the first run are not seen.
+    """
+    if src_to_dst.size(0) == 0:
+        return
+    read, written = _by_storage(sources), _by_storage(targets)
+    for storage, views in written.items():
+        if storage in read:
+            _check_storage(read[storage], views, src_to_dst)
+        elif views[0][0] != views[-1][0]:
+            _check_storage([], views, src_to_dst)
+
+
+# (layer, its K or its V)
+_Plane: TypeAlias = tuple[int, Tensor]
+
+
+def _by_storage(caches: Sequence[PagedKVCache]) -> dict[int, list[_Plane]]:
+    planes: dict[int, list[_Plane]] = {}
+    for layer, cache in enumerate(caches):
+        for view in (cache.k, cache.v):
+            planes.setdefault(view.untyped_storage().data_ptr(), []).append((layer, view))
+    return planes
+
+
+def _check_storage(read: list[_Plane], written: list[_Plane], src_to_dst: Tensor) -> None:
+    """Compare the pages of planes in one storage, as ranges of addresses."""
+    begins, ends = _page_ranges(written, src_to_dst[:, 1])
+    begins, order = begins.sort()
+    ends = ends[order]
+
+    def place(i: int | Tensor) -> str:
+        plane, pair = divmod(int(order[i]), src_to_dst.size(0))
+        return f"page {int(src_to_dst[pair, 1])} of layer {written[plane][0]}"
+
+    twice = (begins[1:] < ends[:-1]).nonzero()
+    if twice.numel():
+        at = int(twice[0])
+        raise ValueError(
+            "dst_kv_cache must give each target page of each layer memory of its own, got "
+            f"{place(at)} and {place(at + 1)} in the same memory"
         )
-        chained = src_to_dst[torch.isin(dst_starts, src_starts), 1]
-        if chained.numel():
-            raise ValueError(
-                "src_to_dst must not name a page as source and as target of one cache, got page "
-                f"{int(chained[0])} as both"
-            )
+    if not read:
+        return
+    # The targets are disjoint by now: a source meets one if it meets the first that ends after it.
+    src_begins, src_ends = _page_ranges(read, src_to_dst[:, 0])
+    first = torch.searchsorted(ends, src_begins, right=True).clamp(max=ends.numel() - 1)
+    chained = (begins[first] < src_ends) & (ends[first] > src_begins)
+    if chained.any():
+        at = int(first[chained][0])
+        raise ValueError(
+            "src_to_dst must not name a page as source and as target of one cache, got "
+            f"{place(at)} as both; layers are copied at once, so this goes for all their memory"
+        )
+
+
+def _page_ranges(planes: list[_Plane], ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where pages begin and where their first dense runs end, `[planes * ids]` each."""
+    views = [view for _, view in planes]
+    rows = torch.tensor(
+        [[view.data_ptr(), view.stride(0) * view.element_size(), _run(view)] for view in views]
+    )
+    base, stride, run = rows.unsqueeze(2).unbind(1)
+    begins = base + stride * ids
+    return begins.flatten(), (begins + run).flatten()
+
+
+def _run(view: Tensor) -> int:
+    """Return how many bytes from a page's first element on belong to the page."""
+    run = 1
+    for stride, size in sorted(zip(view.stride()[1:], view.shape[1:], strict=True)):
+        if size > 1:
+            if stride != run:
+                break
+            run *= size
+    return run * view.element_size()
 
 
 def _swap_staged(src: PagedKVCache, dst: PagedKVCache, src_to_dst: Tensor) -> None:

@@ -5,9 +5,13 @@ The exception is `check_values`, which `TRITONATTN_VALIDATE=1` switches on.
 
 from __future__ import annotations
 
+import numbers
+import operator
+
 import torch
 from torch import Tensor
 
+from tritonattn.backends import BACKENDS
 from tritonattn.layout import PagedKVCache, PageTable, check_index_tensor
 from tritonattn.spec import AttentionSpec, check_dtypes, check_head_dim, check_heads
 
@@ -88,14 +92,33 @@ def check_qo_indptr(qo_indptr: Tensor, table: PageTable) -> None:
         )
 
 
-def check_bound(name: str, bound: int | None) -> None:
-    """Check an upper bound given on the host."""
+def check_backend_name(backend: str) -> None:
+    """Check the name of a backend."""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
+
+
+def as_bound(name: str, bound: int | None) -> int | None:
+    """Return an upper bound given on the host as an int; numpy's integers are accepted."""
     if bound is None:
-        return
-    if isinstance(bound, bool) or not isinstance(bound, int):
+        return None
+    if isinstance(bound, bool) or not hasattr(bound, "__index__"):
         raise TypeError(f"{name} must be an int or None, got {type(bound).__name__}")
+    bound = operator.index(bound)
     if bound < 0:
         raise ValueError(f"{name} must be at least 0, got {bound}")
+    return bound
+
+
+def as_scale(name: str, scale: object, default: float) -> float:
+    """Return a factor given on the host as a float."""
+    if scale is None:
+        return default
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"{name} must be a float or None, got {type(scale).__name__}")
+    return float(scale)
 
 
 def check_has_pages(table: PageTable, total_q: int, max_kv_len: int | None) -> None:
@@ -119,6 +142,8 @@ def make_results(
         _check_result("out", out, shape, q.dtype, q.device)
         if out.stride(2) != 1:
             raise ValueError(f"the last dimension of out must have stride 1, got {out.stride(2)}")
+        if any(out.stride(i) == 0 and out.size(i) > 1 for i in (0, 1)):
+            raise ValueError(f"out must not overlap itself, got strides {out.stride()}")
     if lse is not None:
         _check_result("lse", lse, shape[:2], torch.float32, q.device)
     elif return_lse:

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 
 from tritonattn import __version__, env
+from tritonattn.backends import UnsupportedError
 
 # name -> module, line of help
 COMMANDS = {
@@ -91,6 +92,14 @@ def _check_gpu(device: torch.device) -> None:
         )
 
 
+def _check_flags() -> None:
+    """Refuse a flag that is neither 0 nor 1 before a command meets it halfway."""
+    try:
+        env.validate_values()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -125,11 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = build_parser().parse_args(argv)
     try:
+        _check_flags()
         if "device" in args:
             args.device = choose_device(args.device, from_shell=argv is None)
         return int(args.run(args))
-    except (UsageError, MissingExtraError) as error:
+    except (UsageError, UnsupportedError, MissingExtraError) as error:
         print(f"tritonattn {args.command}: {error}", file=sys.stderr)
-        return USAGE if isinstance(error, UsageError) else INCOMPLETE
+        return INCOMPLETE if isinstance(error, MissingExtraError) else USAGE
     except KeyboardInterrupt:
         return 130

@@ -16,7 +16,7 @@ class Explanation:
 
     backend: str | None  # None: every candidate refuses
     reason: str
-    verdicts: dict[str, str]  # backend -> "accepts" or the reason of its refusal
+    verdicts: dict[str, str]  # backend -> "accepts", with what to know of it, or why it refuses
 
     def __str__(self) -> str:
         """Return one line for the choice and one for each backend."""
@@ -29,9 +29,11 @@ def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
     if backend != "auto":
         get_backend(backend)
-    verdicts = {name: get_backend(name).refusal(spec) or "accepts" for name in BACKENDS}
+    backends = {name: get_backend(name) for name in BACKENDS}
+    refusals = {name: backends[name].refusal(spec) for name in BACKENDS}
+    verdicts = {name: refusals[name] or f"accepts{backends[name].caveat}" for name in BACKENDS}
     name, reason = (backend, "chosen by the caller") if backend != "auto" else _default(spec)
-    if verdicts[name] != "accepts":
+    if refusals[name] is not None:
         return Explanation(None, verdicts[name], verdicts)
     return Explanation(name, reason, verdicts)
 

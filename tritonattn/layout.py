@@ -249,7 +249,8 @@ class PageTable:
         """Return the page ids of one request, surplus ids included (reads `indptr` on the host)."""
         if self.indptr is None:
             return self.page_ids[request]
-        return self.page_ids[int(self.indptr[request]) : int(self.indptr[request + 1])]
+        begin, end = int(self.indptr[request]), int(self.indptr[request + 1])
+        return self.page_ids[max(begin, 0) : max(end, 0)]
 
     def check_values(self, num_pages: int, live: Tensor | None = None) -> None:
         """Raise `ValueError` where values contradict each other; reads them on the host.
@@ -288,6 +289,8 @@ class PageTable:
 
 
 def _check_page_size(page_size: int) -> None:
+    if not isinstance(page_size, int):
+        raise TypeError(f"page_size must be an int, got {type(page_size).__name__}")
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
 

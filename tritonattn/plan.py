@@ -27,6 +27,7 @@ class AttentionPlan:
         causal: bool,
         max_q_len: int | None,
         max_kv_len: int | None,
+        backend: str = "auto",
         scratch: Tensor | None = None,
     ) -> None:
         self.qo_indptr = qo_indptr
@@ -34,6 +35,7 @@ class AttentionPlan:
         self.causal = causal
         self.max_q_len = max_q_len
         self.max_kv_len = max_kv_len
+        self.backend = backend
         self._scratch = scratch
         self._made: tuple[AttentionSpec, str, Any] | None = None
 
@@ -70,19 +72,33 @@ class AttentionPlan:
             )
         return self._made[2]
 
-    def check_same_step(
-        self, qo_indptr: Tensor | None, seq_lens: Tensor | None, causal: bool
-    ) -> None:
+    def check_same_step(self, *, causal: bool, **metadata: Tensor | int | None) -> None:
         """Refuse metadata beside a plan that was made from other metadata."""
-        given = (
-            ("qo_indptr", qo_indptr, self.qo_indptr),
-            ("seq_lens", seq_lens, self.table.lengths),
-        )
-        for name, tensor, planned in given:
-            if tensor is not None and tensor.data_ptr() != planned.data_ptr():
+        table = self.table
+        planned: dict[str, Tensor | int | None] = {
+            "qo_indptr": self.qo_indptr,
+            "seq_lens": table.lengths,
+            "block_table": None if table.is_csr else table.page_ids,
+            "indptr": table.indptr,
+            "indices": table.page_ids if table.is_csr else None,
+            "max_q_len": self.max_q_len,
+            "max_kv_len": self.max_kv_len,
+        }
+        for name, given in metadata.items():
+            if given is not None and not _same(given, planned[name]):
                 raise ValueError(
-                    f"{name} is not the tensor that the plan was made from: leave it out, or plan "
-                    "the step from it"
+                    f"{name} is not what the plan was made from: leave it out, or plan the step "
+                    "from it"
                 )
         if causal != self.causal:
             raise ValueError(f"the plan was made with causal={self.causal}, got causal={causal}")
+
+
+def _same(given: Tensor | int, planned: Tensor | int | None) -> bool:
+    if isinstance(given, Tensor) and isinstance(planned, Tensor):
+        return (
+            given.data_ptr() == planned.data_ptr()
+            and given.shape == planned.shape
+            and given.stride() == planned.stride()
+        )
+    return not isinstance(given, Tensor) and not isinstance(planned, Tensor) and given == planned

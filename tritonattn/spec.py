@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ def requested_features(
 ) -> tuple[str, ...]:
     """Name the optional features in use; an argument at its neutral value asks for nothing."""
     asked = {
-        "fp8 KV cache": kv_dtype.itemsize == 1,
-        "window_left": window_left >= 0,
-        "logits_soft_cap": bool(logits_soft_cap),
+        "fp8 KV cache": kv_dtype in FP8_DTYPES,
+        "window_left": _number("window_left", window_left) >= 0,
+        "logits_soft_cap": _number("logits_soft_cap", logits_soft_cap or 0.0) > 0,
         "alibi_slopes": alibi_slopes is not None,
         "sinks": sinks is not None,
         "custom_mask": custom_mask is not None,
@@ -64,6 +66,12 @@ def requested_features(
         "buffers": buffers is not None,
     }
     return tuple(name for name, wanted in asked.items() if wanted)
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
 
 
 def _scales(scale: float | Tensor | None) -> bool:
@@ -92,5 +100,8 @@ def check_dtypes(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Raise `TypeError` unless q and the cache have dtypes that go together."""
     if q_dtype not in Q_DTYPES:
         raise TypeError(f"q must be float16, bfloat16 or float32, got {q_dtype}")
-    if kv_dtype.itemsize > 1 and kv_dtype != q_dtype:
-        raise TypeError(f"the cache must have q's dtype {q_dtype} or be fp8, got {kv_dtype}")
+    if kv_dtype != q_dtype and kv_dtype not in FP8_DTYPES:
+        raise TypeError(
+            f"the cache must have q's dtype {q_dtype} or be float8_e4m3fn or float8_e5m2, "
+            f"got {kv_dtype}"
+        )

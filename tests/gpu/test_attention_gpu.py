@@ -270,6 +270,25 @@ def test_two_streams_at_once() -> None:
             assert torch.equal(result[: right.size(0)], right)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_a_device_that_is_not_current() -> None:
+    inputs = make_inputs(AttentionCase((1, 40), (700, 90), 32, 8, 128), "cuda:1")
+    assert torch.cuda.current_device() == 0
+    out, _ = run(inputs, "triton")
+    report = compare(out, out, reference_results(inputs)[0][: out.size(0)], name="cuda:1")
+    assert report.passed, str(report)
+
+
+def test_a_bound_that_is_too_small_stays_in_bounds() -> None:
+    """Rows may be left unwritten, but nothing else is touched: the workspace, rows past the batch."""
+    inputs = make_inputs(AttentionCase((1, 8, 2), (3000, 700, 64), 32, 8, 128), "cuda")
+    for max_q_len in (0, 1):
+        run(inputs, "triton", max_q_len=max_q_len)
+        torch.cuda.synchronize()
+    expected = run(inputs, "triton")
+    assert all(x.isfinite().all() for x in expected)
+
+
 def test_large_batch_and_long_context() -> None:
     """Thousands of short requests beside one long one."""
     lengths = (131072, *(1 + 37 * i % 900 for i in range(4095)))

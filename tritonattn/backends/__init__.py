@@ -41,6 +41,7 @@ class Backend(Protocol):
     """What dispatch needs from a backend."""
 
     name: str
+    caveat: str  # what `explain` adds to "accepts"
 
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why the backend cannot take the call, as a sentence, or None."""

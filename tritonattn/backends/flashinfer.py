@@ -42,6 +42,10 @@ class FlashInferBackend:
     """FlashInfer's decode wrapper if all queries are single tokens, else its prefill wrapper."""
 
     name = "flashinfer"
+    caveat = (
+        "; plans on the host, so it synchronizes and a CUDA graph keeps one plan; NaN in unused "
+        "slots of a last page reaches the output"
+    )
 
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why FlashInfer cannot take the call, or None."""

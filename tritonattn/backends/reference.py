@@ -14,6 +14,7 @@ class ReferenceBackend:
     """Plain torch in fp64."""
 
     name = "reference"
+    caveat = "; reads metadata on the host"
 
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why the oracle cannot take the call, or None."""
@@ -29,9 +30,9 @@ class ReferenceBackend:
         """Nothing is shared between layers."""
 
     def run(self, call: AttentionCall, state: None) -> None:
-        """Compute request by request."""
+        """Compute request by request; no gradient, as the kernels have none."""
         attention.paged_attention(
-            call.q,
+            call.q.detach(),
             call.cache,
             call.table,
             call.qo_indptr,

@@ -13,6 +13,7 @@ from tritonattn.env import INTERPRET
 from tritonattn.kernels import decode as decode_op
 from tritonattn.kernels import plan as plan_op
 from tritonattn.kernels import prefill as prefill_op
+from tritonattn.kernels._config import on_device
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
 
@@ -29,11 +30,14 @@ class TritonBackend:
     """The Triton kernels."""
 
     name = "triton"
+    caveat = ""
 
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why the kernels cannot take the call, or None."""
         if spec.device.type not in ("cuda", "cpu"):
             return f"the triton backend needs CUDA (or ROCm) tensors, got device {spec.device}"
+        if spec.device.type != "cpu" and INTERPRET:
+            return "with TRITON_INTERPRET=1 the triton backend takes CPU tensors only"
         if spec.device.type == "cpu" and not INTERPRET:
             return (
                 "the triton backend takes CPU tensors only in Triton's interpreter: set "
@@ -59,7 +63,8 @@ class TritonBackend:
         check_scratch(spec, needed, scratch)
         lists = torch.empty(plan_op.workspace_bytes(spec), dtype=torch.uint8, device=spec.device)
         work = plan_op.carve(spec, lists)
-        plan_op.plan(spec, table, qo_indptr, work)
+        with on_device(spec.device):
+            plan_op.plan(spec, table, qo_indptr, work)
         return TritonPlan(work, decode_op.carve(spec, scratch[:needed]))
 
     def run(self, call: AttentionCall, state: TritonPlan) -> None:
@@ -68,18 +73,19 @@ class TritonBackend:
         sm_scale_log2 = call.sm_scale * math.log2(math.e)
         lse_scale = 1.0 if call.lse_base == "log2" else math.log(2.0)
         layer = (spec, call.q, call.cache, call.table, work)
-        if work.capacity.prefill:
-            prefill_op.prefill(
-                *layer, call.out, call.lse, sm_scale_log2=sm_scale_log2, lse_scale=lse_scale
+        with on_device(spec.device):
+            if work.capacity.prefill:
+                prefill_op.prefill(
+                    *layer, call.out, call.lse, sm_scale_log2=sm_scale_log2, lse_scale=lse_scale
+                )
+            decode_op.decode(
+                *layer,
+                state.partials,
+                call.out,
+                call.lse,
+                sm_scale_log2=sm_scale_log2,
+                lse_scale=lse_scale,
             )
-        decode_op.decode(
-            *layer,
-            state.partials,
-            call.out,
-            call.lse,
-            sm_scale_log2=sm_scale_log2,
-            lse_scale=lse_scale,
-        )
 
 
 BACKEND = TritonBackend()

@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+import os
+import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from tritonattn import env
 from tritonattn.attention import explain, paged_attention
 from tritonattn.backends import BACKENDS, get_backend
 from tritonattn.cases import AttentionCase, AttentionInputs, make_inputs, reference_results
-from tritonattn.cli import need
+from tritonattn.cli import UsageError, need
 from tritonattn.diff import DiffReport, compare, dump_case, load_case, reports_to_frame
 
 PEERS = ("flashinfer", "torch")
@@ -130,13 +132,20 @@ def _run(inputs: AttentionInputs, backend: str) -> tuple[Tensor, Tensor]:
     return results
 
 
-def default_peer(device: str) -> str:
-    """Return FlashInfer where it can run, else eager torch in the case's dtype."""
-    if not device.startswith("cuda"):
+def default_peer(device: str, quick: bool) -> str:
+    """Return FlashInfer where it can run (it refuses the small shapes), else torch."""
+    if quick or not device.startswith("cuda"):
         return "torch"
     inputs = make_inputs(AttentionCase((1,), (1,), 8, 8, 128), device)
     verdict = explain(**inputs.arguments()).verdicts["flashinfer"]
-    return "flashinfer" if verdict == "accepts" else "torch"
+    return "flashinfer" if verdict.startswith("accepts") else "torch"
+
+
+def _page_size(text: str) -> int:
+    """Parse a page size; argparse shows the message, not a traceback."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens, at least 1, got {text!r}")
+    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the second implementation: flashinfer, or torch (eager attention in the same dtype); "
         "default: flashinfer where it can run",
     )
-    parser.add_argument("--page-size", nargs="+", type=int, default=list(PAGE_SIZES))
+    parser.add_argument("--page-size", nargs="+", type=_page_size, default=list(PAGE_SIZES))
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(_DTYPES))
     parser.add_argument("--device", help="default: cuda if there is one")
     parser.add_argument("--seed", type=int, default=0)
@@ -164,11 +173,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run `tritonattn diff`; return 1 if a comparison fails."""
     tqdm = need("tqdm", "perf").tqdm
+    need("pandas", "perf")
+    _check_files(arguments)
     device = arguments.device
     backend = get_backend(arguments.backend)
-    peer = arguments.against or default_peer(device)
+    peer = arguments.against or default_peer(device, arguments.quick)
+    calls = list(_calls(arguments, device))
+    sides = (("--backend", backend.name), ("--against", peer))
+    _check_sides(sides, [source for _, source in calls], device)
     reports: list[DiffReport] = []
-    bar = tqdm(list(_calls(arguments, device)), unit="case", desc=f"{backend.name} vs {peer}")
+    bar = tqdm(calls, unit="case", desc=f"{backend.name} vs {peer}")
     for name, source in bar:
         inputs = source if isinstance(source, AttentionInputs) else _draw(source, device, arguments)
         found = diff_inputs(inputs, name, backend.name, peer)
@@ -183,15 +197,73 @@ def _calls(
     arguments: argparse.Namespace, device: str
 ) -> Iterator[tuple[str, AttentionCase | AttentionInputs]]:
     if arguments.replay:
-        values = load_case(arguments.replay, device=device)
-        name = values.pop("name")
-        yield name, AttentionInputs(**values)
+        yield _replayed(arguments.replay, device)
         return
     quick = arguments.quick or (device == "cpu" and env.INTERPRET)
     dtypes = tuple(_DTYPES[name] for name in arguments.dtype)
     for name in arguments.grid:
         for case in grid(name, tuple(arguments.page_size), dtypes, quick):
             yield f"{name} {case}", case
+
+
+def _replayed(file: Path, device: str) -> tuple[str, AttentionInputs]:
+    """Load a saved case; whatever is wrong with the file is a wrong argument."""
+    try:
+        values = load_case(file, device=device)
+    except OSError as error:
+        raise UsageError(f"--replay: cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--replay: {error}") from error
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:  # torch.load, on other files
+        raise UsageError(
+            f"--replay must name a file that --dump wrote, {file} is none ({type(error).__name__})"
+        ) from error
+    expected = {"name", *(field.name for field in dataclasses.fields(AttentionInputs))}
+    if values.keys() != expected:
+        raise UsageError(
+            f"--replay must name a file that --dump wrote, with {sorted(expected)}; "
+            f"{file} has {sorted(values)}"
+        )
+    return values.pop("name"), AttentionInputs(**values)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Find out before the grid runs that its results could not be written."""
+    for option, file in (("--csv", arguments.csv), ("--json", arguments.json)):
+        if file is None:
+            continue
+        if not file.parent.is_dir():
+            raise UsageError(f"{option}: there is no folder {file.parent}")
+        if file.is_dir():
+            raise UsageError(f"{option} must name a file, got the folder {file}")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UsageError(f"{option}: {file} cannot be written")
+    if arguments.dump and arguments.dump.exists() and not arguments.dump.is_dir():
+        raise UsageError(f"--dump must name a folder, got the file {arguments.dump}")
+
+
+def _check_sides(
+    sides: Sequence[tuple[str, str]],
+    sources: Sequence[AttentionCase | AttentionInputs],
+    device: str,
+) -> None:
+    """Refuse a backend that cannot take some case; one small draw stands for all its lengths."""
+    probes = dict.fromkeys(
+        dataclasses.replace(source, q_lens=(1,), kv_lens=(1,), kv_layout="NHD", table="dense")
+        for source in sources
+        if isinstance(source, AttentionCase)
+    )
+    inputs = [source for source in sources if isinstance(source, AttentionInputs)]
+    inputs += [make_inputs(probe, device) for probe in probes]
+    for option, name in sides:
+        if name == "torch":
+            continue
+        if name == "flashinfer" and device.startswith("cuda"):
+            need("flashinfer", "flashinfer")
+        for each in inputs:
+            verdict = explain(**each.arguments()).verdicts[name]
+            if not verdict.startswith("accepts"):
+                raise UsageError(f"{option} {name}: {verdict}")
 
 
 def _draw(case: AttentionCase, device: str, arguments: argparse.Namespace) -> AttentionInputs:

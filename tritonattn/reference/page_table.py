@@ -13,8 +13,8 @@ def slots_to_pages(
     """Make a block table from the slots of all keys: every page_size-th one begins a page."""
     page_table.fill_(-1)
     for request, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        pages = slots[begin:end:page_size][: page_table.size(1)] // page_size
-        page_table[request, : pages.numel()] = pages
+        first = slots[begin:end:page_size][: page_table.size(1)]
+        page_table[request, : first.numel()] = (first // page_size).clamp(min=-1)
         seq_lens[request] = end - begin
 
 

@@ -280,7 +280,7 @@ def test_tensors_on_a_device_that_is_not_current() -> None:
 
 
 def test_a_bound_that_is_too_small_stays_in_bounds() -> None:
-    """Rows may be left unwritten, but nothing else is touched: the workspace, rows past the batch."""
+    """Rows may be left unwritten, but nothing else is touched."""
     inputs = make_inputs(AttentionCase((1, 8, 2), (3000, 700, 64), 32, 8, 128), "cuda")
     for max_q_len in (0, 1):
         run(inputs, "triton", max_q_len=max_q_len)

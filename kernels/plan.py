@@ -27,7 +27,6 @@ from torch import Tensor
 
 from tritonattn.kernels._config import (
     MAX_DECODE_Q_LEN,
-    TileConfig,
     decode_tile,
     prefill_tile,
     split_programs,
@@ -362,18 +361,8 @@ def carve(spec: AttentionSpec, workspace: Tensor) -> WorkLists:
 
 
 def plan(spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, work: WorkLists) -> None:
-    """Launch the planner: fill `work` from the lengths on the device.
-
-    Parameters
-    ----------
-    spec : AttentionSpec
-    table : PageTable
-    qo_indptr : Tensor, shape [batch + 1], int32
-        First row of q of each request.
-    work : WorkLists
-        Written in full.
-    """
-    decode: TileConfig = decode_tile(spec)
+    """Launch the planner: fill `work` from `table` and `qo_indptr` ([batch + 1] int32)."""
+    decode = decode_tile(spec)
     plan_kernel[(1,)](
         qo_indptr,
         table.lengths,

@@ -133,6 +133,7 @@ def generate(
     finished = False
     try:
         manager.warmup()
+        _order_inputs(manager)
         # All requests are there before the first step, so that every run forms the same batches.
         names = [manager.add_request(list(ids), streaming=True) for ids in prompts]
         manager.start()
@@ -142,6 +143,23 @@ def generate(
     finally:
         _stop(manager, hard=not finished)
     return Generated(implementation, tokens, time.perf_counter() - started)
+
+
+def _order_inputs(manager: Any) -> None:
+    """Make each step wait for its inputs.
+
+    Without async batching transformers 5.17 writes them on the current stream and reads them on a
+    stream of its own, with nothing between: on a busy GPU a step may see those of the one before.
+    """
+    inputs = manager.batch_processor.inputs_and_outputs
+    prepare = inputs.prepare_batch_tensors
+
+    def prepare_and_wait(*args: Any, **kwargs: Any) -> None:
+        prepare(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    inputs.prepare_batch_tensors = prepare_and_wait
 
 
 def _collect(

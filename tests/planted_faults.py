@@ -267,8 +267,8 @@ FAULTS = [
     Fault(
         "swap-in-the-other-direction",
         "tritonattn/block_ops.py",
-        'block_op("copy_blocks", gpu)(sources, targets, src_ids, dst_ids)',
-        'block_op("copy_blocks", gpu)(sources, targets, dst_ids, src_ids)',
+        ".copy_blocks(sources, targets, src_ids, dst_ids)",
+        ".copy_blocks(sources, targets, dst_ids, src_ids)",
         "tests/test_block_ops.py::test_fi_527_swap_follows_strides",
     ),
     Fault(

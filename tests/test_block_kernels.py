@@ -15,7 +15,8 @@ from tritonattn.kernels import copy_blocks as copy_op
 from tritonattn.kernels import zero_blocks as zero_op
 from tritonattn.kernels._words import group_planes
 from tritonattn.layout import PagedKVCache
-from tritonattn.reference import block_ops as twins
+from tritonattn.reference import copy_blocks as copy_twin
+from tritonattn.reference import zero_blocks as zero_twin
 
 interpreted = pytest.mark.skipif(
     not env.INTERPRET, reason="kernels take CPU tensors in the interpreter only"
@@ -67,7 +68,7 @@ def test_copy_equals_its_twin(data: st.DataObject) -> None:
     ours, theirs = caches(), caches()
     if pairs:
         copy_op.copy_blocks(ours, ours, *mapping.unbind(1))
-    twins.copy_blocks(theirs, theirs, *mapping.unbind(1))
+    copy_twin.copy_blocks(theirs, theirs, *mapping.unbind(1))
     assert_equal(ours, theirs)
 
 
@@ -87,7 +88,7 @@ def test_copy_between_caches_equals_its_twin(
     dst_ids = torch.tensor(targets[: len(ids)])
     src, dst, gathered = between
     ours, theirs = (caches(1), caches(1))
-    for copy, made in ((copy_op.copy_blocks, ours), (twins.copy_blocks, theirs)):
+    for copy, made in ((copy_op.copy_blocks, ours), (copy_twin.copy_blocks, theirs)):
         copy([made[src]], [made[dst]], src_ids, dst_ids)
         copy([made[src]], [made[gathered]], src_ids, None)
     assert_equal(ours, theirs)
@@ -99,7 +100,7 @@ def test_copy_between_caches_equals_its_twin(
 def test_zero_equals_its_twin(ids: list[int]) -> None:
     ours, theirs = caches(), caches()
     zero_op.zero_blocks(ours, torch.tensor(ids))
-    twins.zero_blocks(theirs, torch.tensor(ids))
+    zero_twin.zero_blocks(theirs, torch.tensor(ids))
     assert_equal(ours, theirs)
 
 
@@ -111,8 +112,8 @@ def test_ids_may_be_strided() -> None:
     assert mapping.stride() == (1, 2)
     copy_op.copy_blocks(ours, ours, *mapping.unbind(1))
     zero_op.zero_blocks(ours, torch.tensor([[2, 0], [5, 0]])[:, 0])
-    twins.copy_blocks(theirs, theirs, *mapping.unbind(1))
-    twins.zero_blocks(theirs, torch.tensor([2, 5]))
+    copy_twin.copy_blocks(theirs, theirs, *mapping.unbind(1))
+    zero_twin.zero_blocks(theirs, torch.tensor([2, 5]))
     assert_equal(ours, theirs)
 
 

@@ -24,7 +24,7 @@ SENTINEL = 7.0
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch, implementation: ModuleType) -> None:
     """Send the public functions to one implementation."""
-    monkeypatch.setattr(merge, "_implementation", lambda v: implementation)
+    monkeypatch.setattr(merge, "implementation", lambda op, device: implementation)
 
 
 def attention_states(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonattn import block_checks as checks
 from tritonattn import env
-from tritonattn._twins import append_op, block_op
+from tritonattn.implementations import implementation
 from tritonattn.layout import KVCacheLike, PagedKVCache
 
 
@@ -57,7 +57,7 @@ def copy_blocks(kv_caches: Sequence[KVCacheLike], src_to_dst: Tensor) -> None:
         checks.check_mapping(src_to_dst.cpu(), num_pages, num_pages, one_pool=True, padded=True)
     if src_to_dst.size(0):
         src_ids, dst_ids = _to_device("src_to_dst", src_to_dst, device).unbind(1)
-        block_op("copy_blocks", device)(caches, caches, src_ids, dst_ids)
+        implementation("copy_blocks", device).copy_blocks(caches, caches, src_ids, dst_ids)
 
 
 def swap_blocks(
@@ -103,7 +103,7 @@ def swap_blocks(
     gpu = dst.device if src.device.type == "cpu" else src.device
     if src.device == dst.device or _host_is_pinned((*sources, *targets)):
         src_ids, dst_ids = _to_device("src_to_dst", src_to_dst, gpu).unbind(1)
-        block_op("copy_blocks", gpu)(sources, targets, src_ids, dst_ids)
+        implementation("copy_blocks", gpu).copy_blocks(sources, targets, src_ids, dst_ids)
     else:
         for source, target in zip(sources, targets, strict=True):
             _swap_staged(source, target, src_to_dst)
@@ -143,7 +143,9 @@ def gather_blocks(
         _check_out(kv_cache, cache, out, block_ids.size(0))
     if block_ids.size(0):
         ids = _to_device("block_ids", block_ids, cache.device)
-        block_op("copy_blocks", cache.device)([cache], [PagedKVCache.of(out)], ids, None)
+        implementation("copy_blocks", cache.device).copy_blocks(
+            [cache], [PagedKVCache.of(out)], ids, None
+        )
     return out
 
 
@@ -169,7 +171,7 @@ def zero_blocks(kv_caches: Sequence[KVCacheLike], block_ids: Tensor) -> None:
         checks.check_padded_ids(block_ids, caches[0].num_pages)
     if block_ids.size(0):
         ids = _to_device("block_ids", block_ids, device)
-        block_op("zero_blocks", device)(caches, ids)
+        implementation("zero_blocks", device).zero_blocks(caches, ids)
 
 
 def reshape_and_cache(
@@ -216,7 +218,7 @@ def reshape_and_cache(
     if env.validate_values():
         checks.check_slots(slot_mapping, cache.num_pages * cache.page_size)
     if num_tokens:
-        append_op(cache.device).append_to_slots(key, value, cache, slot_mapping)
+        implementation("append", cache.device).append_to_slots(key, value, cache, slot_mapping)
 
 
 def _to_device(name: str, ids: Tensor, device: torch.device) -> Tensor:
@@ -329,7 +331,7 @@ def _swap_staged(src: PagedKVCache, dst: PagedKVCache, src_to_dst: Tensor) -> No
 
 def _move(src: PagedKVCache, dst: PagedKVCache, src_ids: Tensor, dst_ids: Tensor) -> None:
     ids = (_to_device("src_to_dst", side, src.device) for side in (src_ids, dst_ids))
-    block_op("copy_blocks", src.device)([src], [dst], *ids)
+    implementation("copy_blocks", src.device).copy_blocks([src], [dst], *ids)
 
 
 def _empty_pages(kv_cache: KVCacheLike, n: int) -> KVCacheLike:

@@ -8,12 +8,10 @@ states gives 0 and -inf.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tritonattn.env import INTERPRET
+from tritonattn.implementations import implementation
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +32,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     _check_like("v_b", v_b, v_a)
     s_a, s_b = _as_lse("s_a", s_a, v_a), _as_lse("s_b", s_b, v_a)
     v, s = _empty_states(v_a)
-    _implementation(v_a).merge_pair(v_a, s_a, v_b, s_b, v, s)
+    implementation("merge", v_a.device).merge_pair(v_a, s_a, v_b, s_b, v, s)
     return v, s
 
 
@@ -60,7 +58,7 @@ def merge_state_in_place(
     s, s_other = _as_lse("s", s, v), _as_lse("s_other", s_other, v)
     if mask is not None:
         _check_mask(mask, v)
-    _implementation(v).merge_pair(v, s, v_other, s_other, v, s, mask)
+    implementation("merge", v.device).merge_pair(v, s, v_other, s_other, v, s, mask)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,19 +78,8 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     _check_v("v", v, 4)
     s = _as_lse("s", s, v)
     v_merged, s_merged = _empty_states(v)
-    _implementation(v).merge_many(v, s, v_merged, s_merged)
+    implementation("merge", v.device).merge_many(v, s, v_merged, s_merged)
     return v_merged, s_merged
-
-
-def _implementation(v: Tensor) -> Any:
-    """Return the kernels, or their twins for CPU tensors outside Triton's interpreter."""
-    if v.device.type == "cpu" and not INTERPRET:
-        from tritonattn.reference import merge as reference
-
-        return reference
-    from tritonattn.kernels import merge as kernels
-
-    return kernels
 
 
 def _empty_states(v: Tensor) -> tuple[Tensor, Tensor]:

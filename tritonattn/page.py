@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tritonattn import block_checks as checks
 from tritonattn import env
-from tritonattn._twins import append_op
+from tritonattn.implementations import implementation
 from tritonattn.layout import KVCacheLike, PagedKVCache, PageTable
 
 
@@ -79,7 +79,7 @@ def append_paged_kv_cache(
     if env.validate_values():
         _check_places(cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     if nnz:
-        append = append_op(cache.device).append_to_table
+        append = implementation("append", cache.device).append_to_table
         append(*tokens, cache, batch_indices, positions, kv_indices, kv_indptr)
 
 

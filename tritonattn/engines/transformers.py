@@ -25,9 +25,8 @@ from torch import Tensor
 from tritonattn.attention import paged_attention, plan_attention
 from tritonattn.backends import UnsupportedError
 from tritonattn.block_ops import reshape_and_cache
-from tritonattn.env import INTERPRET
+from tritonattn.implementations import implementation
 from tritonattn.plan import AttentionPlan
-from tritonattn.reference import page_table as page_table_twin
 
 IMPLEMENTATION = "paged|tritonattn"
 
@@ -196,7 +195,7 @@ def _make_step(
     """Launch the work of a step: page table, lengths, write slots and the attention plan."""
     cu_q, cu_k = sources[:2]
     page_size = cache.block_size
-    ops = _page_table_ops(q)
+    ops = implementation("page_table", q.device)
     seq_lens = torch.empty(cu_k.numel() - 1, dtype=torch.int32, device=q.device)
     if kwargs.get("block_table") is not None:
         page_table = sources[2][group]
@@ -217,12 +216,3 @@ def _make_step(
         max_q_len=kwargs["max_seqlen_q"],
     )
     return _Step(sources, slot_mapping, plan)
-
-
-def _page_table_ops(q: Tensor) -> Any:
-    """Return the kernels, or their torch twins for CPU tensors outside Triton's interpreter."""
-    if q.is_cpu and not INTERPRET:
-        return page_table_twin
-    from tritonattn.kernels import page_table
-
-    return page_table

@@ -1,5 +1,4 @@
 """Torch twins of the kernels, written to be read; none of them imports Triton.
 
-`attention` (the fp64 oracle), `plan` (work lists), `merge` (states), `append` and `block_ops`
-(cache bytes).
+Each has the name of its kernel file; `attention`, the fp64 oracle, stands for decode and prefill.
 """

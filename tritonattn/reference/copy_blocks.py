@@ -1,4 +1,4 @@
-"""Torch twins of `copy_blocks` and `zero_blocks` in `kernels/`: same arguments."""
+"""Torch twin of `kernels/copy_blocks.py`: same arguments, in loops over pages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,3 @@ def copy_blocks(
         for source, target in zip(sources, targets, strict=True):
             target.k[dst] = source.k[src] if exists else 0
             target.v[dst] = source.v[src] if exists else 0
-
-
-def zero_blocks(caches: Sequence[PagedKVCache], block_ids: Tensor) -> None:
-    """Fill pages with zeros in each cache; ids outside the pool are skipped."""
-    for page in block_ids.tolist():
-        if page in range(caches[0].num_pages):
-            for cache in caches:
-                cache.k[page] = 0
-                cache.v[page] = 0

@@ -105,6 +105,16 @@ def test_zero_equals_its_twin(ids: list[int]) -> None:
 
 
 @interpreted
+def test_padded_pairs_are_skipped() -> None:
+    """A mapping of fixed size, -1 past its end: the copy of a replayed graph."""
+    ours, theirs = caches(), caches()
+    mapping = torch.tensor([[0, 1], [-1, 2], [3, -1], [-1, -1]])
+    copy_op.copy_blocks(ours, ours, *mapping.unbind(1))
+    copy_twin.copy_blocks(theirs, theirs, *mapping[:1].unbind(1))
+    assert_equal(ours, theirs)
+
+
+@interpreted
 def test_ids_may_be_strided() -> None:
     """A column of a larger table, a transposed mapping."""
     ours, theirs = caches(), caches()

@@ -16,12 +16,6 @@ from tritonattn import diff
 from tritonattn.diff import compare
 
 INF, NAN = math.inf, math.nan
-FLOATS = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
 
 
 def f32(*values: float) -> torch.Tensor:

@@ -73,6 +73,7 @@ def plan_attention(
         backend=backend,
     )
     if q is not None and cache is not None:
+        checks.check_q(q)
         spec = _describe(q, cache, plan, ())
         if env.validate_values():
             checks.check_values(spec, qo_indptr, table, cache)
@@ -242,8 +243,8 @@ def explain(
     unknown = set(arguments) - set(paged_attention.__kwdefaults__ or ())
     if unknown:
         raise TypeError(f"paged_attention has no argument {', '.join(sorted(unknown))}")
+    checks.check_q(q)
     if kv_cache is None:
-        checks.check_q(q)
         reason = "kv_cache=None is a profiling run: zeros, and no backend runs"
         return dispatch.Explanation(None, reason, {})
     for name in ("sm_scale", "out", "lse", "return_lse", "lse_base"):
@@ -271,7 +272,6 @@ def _describe_call(
     **features: Any,
 ) -> tuple[PagedKVCache, AttentionPlan, AttentionSpec]:
     """Check a call and describe it, with a plan that has not been made yet unless one is given."""
-    checks.check_q(q)
     cache = PagedKVCache.of(kv_cache, kv_layout)
     checks.check_stated(cache, num_kv_heads, page_size)
     if plan is not None:
@@ -309,7 +309,6 @@ def _describe(
     q: Tensor, cache: PagedKVCache, plan: AttentionPlan, features: tuple[str, ...]
 ) -> AttentionSpec:
     """Check that the parts of a call fit together and describe it."""
-    checks.check_q(q)
     checks.check_geometry(q, cache, plan.table)
     checks.check_has_pages(plan.table, q.size(0), plan.max_kv_len)
     return plan.spec(q, cache, features)

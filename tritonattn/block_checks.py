@@ -72,19 +72,18 @@ def swapped(
     """View both sides of a swap, one layer or a list of all, and check that pages fit."""
     names = ("src_kv_cache", "dst_kv_cache")
     given = (src_kv_cache, dst_kv_cache)
-    sides = [
+    sources, targets = (
         layers_of(side, name) if isinstance(side, list) else [cache_of(name, side)]
         for name, side in zip(names, given, strict=True)
-    ]
-    if isinstance(src_kv_cache, list) != isinstance(dst_kv_cache, list) or len(sides[0]) != len(
-        sides[1]
-    ):
+    )
+    same_form = isinstance(src_kv_cache, list) == isinstance(dst_kv_cache, list)
+    if not same_form or len(sources) != len(targets):
         raise ValueError(
             "src_kv_cache and dst_kv_cache must be one cache each or lists of as many layers, got "
-            f"{len(sides[0])} and {len(sides[1])}"
+            f"{len(sources)} and {len(targets)}"
         )
-    _same(names[0], sides[0][0], names[1], sides[1][0], first_dim=1)
-    return sides[0], sides[1]
+    same_pages(names[0], sources[0], names[1], targets[0])
+    return sources, targets
 
 
 def same_pages(name: str, cache: PagedKVCache, other_name: str, other: PagedKVCache) -> None:

@@ -24,16 +24,16 @@ help:
 	@echo 'make clean    remove .venv and everything built'
 
 install:
-	$(PYTHON) .ci/environment.py test lint --optional engines --stamp $(VENV)/.demo $(VENV)/.test $(VENV)/.lint
+	$(PYTHON) .ci/environment.py test perf lint --optional engines --stamp $(VENV)/.demo $(VENV)/.test $(VENV)/.lint
 
 $(VENV)/.demo: $(SETUP)
 	$(PYTHON) .ci/environment.py --optional engines --stamp $@
 
 $(VENV)/.test: $(SETUP)
-	$(PYTHON) .ci/environment.py test --optional engines --stamp $@
+	$(PYTHON) .ci/environment.py test perf --optional engines --stamp $@
 
 $(VENV)/.lint: $(SETUP)
-	$(PYTHON) .ci/environment.py lint --stamp $@
+	$(PYTHON) .ci/environment.py lint perf --stamp $@
 
 $(VENV)/.docs: $(SETUP)
 	$(PYTHON) .ci/environment.py docs --stamp $@

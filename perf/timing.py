@@ -1,99 +1,209 @@
-"""Time GPU work: medians of CUDA-graph replays, all sides interleaved in one process."""
+"""Time calls: all sides interleaved in one process, warmed up by time, medians with their spread.
+
+On a GPU a sample is the time between two events around some calls, or around a replay of a CUDA
+graph of them; on a CPU it is wall time.
+"""
 
 from __future__ import annotations
 
-import platform
+import contextlib
+import math
 import statistics
-import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 Work = Callable[[], Any]
 
-
-def capture(work: Work, calls: int = 1) -> torch.cuda.CUDAGraph:
-    """Warm `work` up on a side stream and capture `calls` calls of it."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            work()
-    return graph
+# A sample shorter than this would measure the events' resolution, about a microsecond.
+MIN_SAMPLE_MS = 0.5
+MAX_CALLS = 256
 
 
-def elapsed_us(work: Work) -> float:
-    """Return the time of one call between two events, in microseconds."""
-    start, end = timing_events()
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure."""
+
+    warmup_ms: float  # of each group of sides
+    sample_ms: float  # of each side, all its samples together
+    min_samples: int
+    max_samples: int
+    host_rounds: int  # calls whose host time is taken
+
+
+FULL = Effort(warmup_ms=60, sample_ms=40, min_samples=11, max_samples=41, host_rounds=15)
+QUICK = Effort(warmup_ms=20, sample_ms=10, min_samples=5, max_samples=15, host_rounds=7)
+# Triton's interpreter: the way is tried, not the time.
+INTERPRETED = Effort(warmup_ms=0, sample_ms=0, min_samples=3, max_samples=3, host_rounds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one sample times."""
+
+    run: Work
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Percentiles of a side, in milliseconds a call."""
+
+    p20: float
+    p50: float
+    p80: float
+    n: int
+    calls: int
+
+
+def call_ms(work: Work, device: torch.device) -> float:
+    """Return the time of one call, in milliseconds, launch included."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     work()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
+    return float(start.elapsed_time(end))
 
 
-def timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Return a start and an end event."""
-    start, end = (
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(2)
-    )
-    return start, end
-
-
-def interleaved_us(
-    works: dict[str, Work], *, rounds: int = 15, calls: int = 10, graph: bool = True
-) -> dict[str, float]:
-    """Return the median time of a call of each side, in microseconds.
+def make_unit(calls: Sequence[Work], device: torch.device, graph: bool) -> Unit:
+    """Make the unit that goes round `calls`, often enough for a sample to have a length.
 
     Parameters
     ----------
-    works : dict
-        Name -> work to time. Each takes its turn in every round, so that clocks and heat are
-        shared.
-    rounds : int
-    calls : int
-        Calls in one measured unit: of a graph replay, or of an eager loop.
+    calls : sequence of callables
+        One a layer: one of them for a warm L2 cache, all for a cold one.
+    device : torch.device
     graph : bool
-        Replay CUDA graphs; otherwise time eager launches, host cost included.
+        Capture them in a CUDA graph; whatever the capture raises is raised.
     """
 
-    def loop(work: Work) -> Work:
-        def run() -> None:
-            for _ in range(calls):
-                work()
+    def once() -> None:
+        for call in calls:
+            call()
 
-        return run
+    once()
+    # The shorter of two, so that the load of a kernel at its first call does not count.
+    estimate = min(call_ms(once, device) for _ in range(2))
+    rounds = max(1, math.ceil(MIN_SAMPLE_MS / estimate)) if device.type == "cuda" else 1
+    rounds = max(1, min(rounds, MAX_CALLS // len(calls)))
 
-    units = {
-        name: capture(work, calls).replay if graph else loop(work) for name, work in works.items()
-    }
+    def loop() -> None:
+        for _ in range(rounds):
+            once()
+
+    run = capture(loop).replay if graph else loop
+    return Unit(run, rounds * len(calls))
+
+
+def capture(work: Work) -> torch.cuda.CUDAGraph:
+    """Warm `work` up on a side stream and capture it."""
+    current = torch.cuda.current_stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        work()
+    current.wait_stream(stream)
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            work()
+    except Exception:
+        # torch stays on its stream of captures, and before 2.12 its allocator waits for an end
+        # that does not come (pytorch#180395): every later capture would fail as well.
+        torch.cuda.set_stream(current)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(current.device_index, pool)
+        raise
+    return graph
+
+
+class SideError(RuntimeError):
+    """A side raised while all were timed."""
+
+    def __init__(self, name: str, cause: Exception) -> None:
+        super().__init__(f"{name}: {cause}")
+        self.name = name
+        self.cause = cause
+
+
+def interleave(units: dict[str, Unit], device: torch.device, effort: Effort) -> dict[str, Times]:
+    """Time all units in turns, so that clocks and heat are shared.
+
+    Parameters
+    ----------
+    units : dict
+        Name -> unit.
+    device : torch.device
+    effort : Effort
+        The number of samples is the same for all: as many as the slowest has time for.
+
+    Raises
+    ------
+    SideError
+        With the side that raised.
+    """
+
+    def sample(name: str) -> float:
+        try:
+            return call_ms(units[name].run, device)
+        except Exception as error:
+            raise SideError(name, error) from error
+
+    begin = time.perf_counter()
+    while True:
+        slowest = max(sample(name) for name in units)
+        if (time.perf_counter() - begin) * 1e3 >= effort.warmup_ms:
+            break
+    n = round(effort.sample_ms / max(slowest, 1e-6))
+    n = max(effort.min_samples, min(n, effort.max_samples))
     samples: dict[str, list[float]] = {name: [] for name in units}
-    for unit in units.values():
-        for _ in range(3):
-            unit()
-    for _ in range(rounds):
+    for _ in range(n):
         for name, unit in units.items():
-            samples[name].append(elapsed_us(unit) / calls)
-    return {name: statistics.median(values) for name, values in samples.items()}
+            samples[name].append(sample(name) / unit.calls)
+    return {name: _times(values, units[name].calls) for name, values in samples.items()}
 
 
-def environment() -> dict[str, str]:
-    """Return what a figure depends on beside the code, as columns."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[
-            0
-        ],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
+def _times(samples: list[float], calls: int) -> Times:
+    ordered = sorted(samples)
+
+    def quantile(fraction: float) -> float:
+        return ordered[round(fraction * (len(ordered) - 1))]
+
+    return Times(quantile(0.2), statistics.median(ordered), quantile(0.8), len(ordered), calls)
+
+
+def host_us(work: Work, device: torch.device, *, wait: bool, rounds: int) -> float:
+    """Return the median host time of a call, in microseconds.
+
+    Parameters
+    ----------
+    work : callable
+    device : torch.device
+    wait : bool
+        Until its results are on the device; otherwise until it returns.
+    rounds : int
+    """
+    samples = []
+    for _ in range(rounds):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        if wait:
+            synchronize(device)
+        samples.append((time.perf_counter() - begin) * 1e6)
+    synchronize(device)
+    return statistics.median(samples)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; raise what went wrong there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -214,7 +214,7 @@ def reads_environment(tree: ast.AST) -> bool:
 def test_environment_variables_are_read_in_one_module():
     readers = [
         relative(path)
-        for path in sources("tritonattn", "kernels")
+        for path in sources("tritonattn", "kernels", "perf")
         if reads_environment(ast.parse(path.read_text()))
     ]
     assert readers == ["tritonattn/env.py"]

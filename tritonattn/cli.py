@@ -24,6 +24,9 @@ from tritonattn.backends import UnsupportedError
 COMMANDS = {
     "demo": ("tritonattn.demo", "a real language model on our kernels, beside torch's attention"),
     "diff": ("tritonattn.diff.grid", "a grid of cases against a second implementation and fp64"),
+    "sweep": ("tritonattn.perf.sweep", "a suite of performance cases, with every peer there is"),
+    "report": ("tritonattn.perf.report", "what sweeps found, as Markdown, a page and pictures"),
+    "compare": ("tritonattn.perf.compare", "two sets of sweeps, or this checkout with a commit"),
     "info": ("tritonattn.info", "versions, devices, backends and settings"),
 }
 
@@ -37,6 +40,10 @@ INCOMPLETE = (
 
 class UsageError(ValueError):
     """The command line asks for something that cannot be done here."""
+
+
+class RestartError(RuntimeError):
+    """A process that cannot go on, where the same command in a new one can; nothing is lost."""
 
 
 class MissingExtraError(ImportError):
@@ -141,5 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, UnsupportedError, MissingExtraError) as error:
         print(f"tritonattn {args.command}: {error}", file=sys.stderr)
         return INCOMPLETE if isinstance(error, MissingExtraError) else USAGE
+    except RestartError as error:
+        print(f"tritonattn {args.command}: {error}", file=sys.stderr)
+        if argv is not None:
+            return FAILED
+        sys.stdout.flush()
+        # What is to be kept must not be dropped by the one that goes on.
+        again = [word for word in sys.argv[1:] if word != "--fresh"]
+        os.execv(sys.executable, [sys.executable, "-m", "tritonattn", *again])
     except KeyboardInterrupt:
         return 130

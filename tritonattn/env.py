@@ -5,6 +5,7 @@
 | `TRITONATTN_VALIDATE` | `0`, `1` | check values on the device (page ids, lengths); synchronizes |
 | `TRITONATTN_CACHE_DIR` | folder | what the demo keeps; default: `tritonattn` in the user's cache |
 | `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
+| `TRITONATTN_COMMIT` | text | commit that sweeps record where the sources have no `.git` |
 | `TRITON_INTERPRET` | `0`, `1` | Triton's own: kernels take CPU tensors; fixed at its import |
 
 Flags are 0 by default.
@@ -52,6 +53,18 @@ def demo_model() -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
+def commit() -> str | None:
+    """Return the commit that the sources are said to be of, if it is said."""
+    return os.environ.get("TRITONATTN_COMMIT") or None
+
+
 def with_interpreter() -> dict[str, str]:
     """Return the environment of a process whose kernels run on CPU tensors."""
     return {**os.environ, "TRITON_INTERPRET": "1"}
+
+
+def with_checkout(tree: Path) -> dict[str, str]:
+    """Return the environment of a process that imports this library from a checkout."""
+    # The tree comes first, then whatever brings the peers.
+    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}

@@ -40,6 +40,8 @@ def collect() -> dict[str, Any]:
     facts["platform"] = platform.platform()
     for package in _PACKAGES:
         facts[package] = version(package)
+    # What is imported, and for which CUDA: the distribution may leave that out.
+    facts["torch"] = torch.__version__
     facts["cuda"] = torch.version.cuda or "none"
     facts["devices"] = [_device(i) for i in range(torch.cuda.device_count())]
     facts["backends"] = _backends()

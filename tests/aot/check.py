@@ -40,6 +40,7 @@ from tritonattn.kernels import copy_blocks as copy_op
 from tritonattn.kernels import decode as decode_op
 from tritonattn.kernels import plan as plan_op
 from tritonattn.kernels import prefill as prefill_op
+from tritonattn.kernels import read as read_op
 from tritonattn.kernels import zero_blocks as zero_op
 from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
@@ -208,6 +209,11 @@ CASES = {
     "zero-p16-h8-d128-bf16": BytesCase(
         lambda: zero_op.zero_blocks([cache(4096, 2, 16, 8, 128)], ids(1000))
     ),
+    "read": BytesCase(
+        lambda: read_op.read(
+            torch.empty(1 << 20, device="meta"), torch.empty(8 * 132, device="meta")
+        )
+    ),
     "append-p16-h8-d128-bf16": BytesCase(lambda: append_rows(cache(4096, 2, 16, 8, 128))),
     "append-p16-h8-d80-fp16": BytesCase(
         lambda: append_rows(cache(4096, 2, 16, 8, 80, dtype=torch.float16))
@@ -245,6 +251,9 @@ class Row:
     faults: tuple[str, ...]
 
 
+BYTE_KERNELS = ("copy_blocks_kernel", "zero_blocks_kernel", "read_kernel")
+
+
 def judge(kernel: Any, target: Target, tensor_cores: bool) -> Row:
     """Read a compiled kernel's costs and compare them with what is meant."""
     name = kernel.metadata.name
@@ -271,7 +280,7 @@ def judge(kernel: Any, target: Target, tensor_cores: bool) -> Row:
     attends = name in ("decode_split_kernel", "prefill_kernel")
     if attends and tensor_cores and not mma:
         faults.append("no tensor-core instruction")
-    if not wide and (attends or name in ("copy_blocks_kernel", "zero_blocks_kernel")):
+    if not wide and (attends or name in BYTE_KERNELS):
         faults.append("no 16-byte loads or stores")
     return Row(name, registers, spills, kernel.metadata.shared, mma, wide, tuple(faults))
 

@@ -60,7 +60,7 @@ class FlashInferBackend:
             )
         if spec.head_dim_qk not in HEAD_DIMS:
             return f"FlashInfer is right for head_dim {HEAD_DIMS} only, got {spec.head_dim_qk}"
-        return missing_features(spec, self.name) or _import_problem()
+        return missing_features(spec, self.name) or import_problem()
 
     def scratch_bytes(self, spec: AttentionSpec) -> int:
         """Return 0: FlashInfer gets a workspace of its own."""
@@ -128,7 +128,7 @@ class FlashInferBackend:
                 lse.copy_(dense_lse)
 
 
-def _import_problem() -> str | None:
+def import_problem() -> str | None:
     """Return why FlashInfer cannot be used in this process, or None."""
     try:
         module = importlib.import_module("flashinfer")

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from tritonattn.layout import PagedKVCache, PageTable
 
+# Rows of a request are taken as many at a time as have so many logits: a long prompt's would not
+# fit into memory.
+MAX_LOGITS = 1 << 28
+
 
 def gather(pages: Tensor, page_ids: Tensor, kv_len: int) -> Tensor:
     """Return the first `kv_len` tokens of `pages [num_pages, page_size, Hkv, D]`."""
@@ -89,8 +93,12 @@ def paged_attention(
         page_ids = table.row(request)
         k, v = (gather(pages, page_ids, kv_len) for pages in (cache.k, cache.v))
         mask = visible(rows.stop - rows.start, kv_len, causal, q.device)
-        request_out, request_lse = attention(q[rows], k, v, mask, sm_scale, dtype)
-        out[rows] = request_out.to(out.dtype)
-        if lse is not None:
-            unit = 1.0 if lse_base == "e" else math.log2(math.e)
-            lse[rows] = (request_lse * unit).to(lse.dtype)
+        step = max(1, MAX_LOGITS // max(1, q.size(1) * kv_len))
+        for first in range(rows.start, rows.stop, step):
+            chunk = slice(first, min(first + step, rows.stop))
+            seen = mask[first - rows.start : chunk.stop - rows.start]
+            chunk_out, chunk_lse = attention(q[chunk], k, v, seen, sm_scale, dtype)
+            out[chunk] = chunk_out.to(out.dtype)
+            if lse is not None:
+                unit = 1.0 if lse_base == "e" else math.log2(math.e)
+                lse[chunk] = (chunk_lse * unit).to(lse.dtype)

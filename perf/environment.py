@@ -49,12 +49,14 @@ def _commit() -> dict[str, Any]:
     named = env.commit()
     if named:
         return {"git_commit": named, "git_dirty": None}
-    folder = str(Path(__file__).resolve().parent)
-    commit = _output(["git", "-C", folder, "rev-parse", "--short=12", "HEAD"])
-    changes = _output(["git", "-C", folder, "status", "--porcelain", "--untracked-files=no"])
-    if not commit:
+    checkout = Path(__file__).resolve().parent.parent
+    # An installed copy may lie inside some other repository.
+    if not (checkout / ".git").exists():
         return {"git_commit": None, "git_dirty": None}
-    return {"git_commit": commit.strip(), "git_dirty": bool(changes)}
+    git = ["git", "-C", str(checkout)]
+    commit = _output([*git, "rev-parse", "--short=12", "HEAD"])
+    changes = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return {"git_commit": commit.strip() if commit else None, "git_dirty": bool(changes)}
 
 
 def _output(command: list[str]) -> str | None:

@@ -152,6 +152,10 @@ def _time(
     """Time one variant of all sides together."""
     mode, l2 = variant
     units: dict[str, Unit] = {}
+    if l2 == "cold" and not step.leaves_l2:
+        reason = f"{len(step.layers)} layers of {step.bytes} bytes stay in the L2 cache"
+        yield from ((name, Failure(schema.UNSUPPORTED, reason)) for name in sides)
+        return
     for name, side in sides.items():
         outcome = _unit(step, side, graph=mode == "graph", cold=l2 == "cold")
         if isinstance(outcome, Failure):
@@ -263,7 +267,7 @@ def _errors(accuracy: Accuracy | None) -> Row:
 
 def _measured(step: AnyStep, side: Side, times: Times, variant: Variant, roofs: Roofs) -> Row:
     seconds = times.p50 / 1e3
-    roof_s = step.roof_s(roofs.read_gbps, roofs.copy_gbps, roofs.matmul_tflops)
+    roof_s = step.roof_s(roofs)
     return {
         "status": schema.OK,
         "ms_p20": times.p20,

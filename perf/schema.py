@@ -77,6 +77,7 @@ COLUMNS: dict[str, str] = {
     "ms_p20": "Float64",  # per call
     "ms_p50": "Float64",
     "ms_p80": "Float64",
+    "effort": "string",  # full or quick
     "n": "Int64",  # samples
     "calls": "Int64",  # in a sample, one after the other
     "plan_us": "Float64",  # one plan, until its results are on the device

@@ -157,6 +157,7 @@ def sweep(settings: Settings, out: Path, *, fresh: bool = False) -> pd.DataFrame
         raise UsageError(f"results cannot go to {out}: {error}") from error
     facts = environment(settings.device)
     file = out / schema.RESULTS_CSV
+    facts |= {"suite": settings.suite, "effort": settings.effort.name}
     run_id, done = _kept(file, facts, fresh)
     todo = _todo(settings, done)
     if not todo and not done:
@@ -175,7 +176,7 @@ def sweep(settings: Settings, out: Path, *, fresh: bool = False) -> pd.DataFrame
         else:
             assert roofs is not None
             rows = measure_case(case, wanted, settings.device, settings.effort, roofs)
-        common = {"run_id": run_id, "suite": settings.suite, **facts}
+        common = {"run_id": run_id, **facts}
         if roofs is not None:
             common |= {f"roof_{name}": value for name, value in asdict(roofs).items()}
         _write(file, common, rows)
@@ -216,21 +217,26 @@ def _kept(file: Path, facts: dict[str, Any], fresh: bool) -> tuple[str, set[tupl
     if frame.empty:
         file.unlink()
         return uuid.uuid4().hex[:12], set()
-    here = schema.to_frame([facts])
-    for name in schema.ENVIRONMENT:
-        # Results that are committed make their own checkout dirty.
-        if (
-            name != "git_dirty"
-            and not frame[name].fillna("").eq(here[name].fillna("").iloc[0]).all()
-        ):
-            raise UsageError(
-                f"{file} was measured with {name} {frame[name].iloc[0]}, here it is "
-                f"{here[name].iloc[0]}: take another --out, or --fresh to drop it"
-            )
+    _check_same(file, frame, facts)
     schema.write_results(file.parent, frame)
-    return str(frame["run_id"].iloc[0]), set(
-        frame[list(schema.KEY)].itertuples(index=False, name=None)
-    )
+    keys = frame[list(schema.KEY)].itertuples(index=False, name=None)
+    return str(frame["run_id"].iloc[0]), set(keys)
+
+
+def _check_same(file: Path, frame: pd.DataFrame, facts: dict[str, Any]) -> None:
+    """Refuse to go on with rows that are not of this suite, effort and environment."""
+    from tritonattn.perf import schema
+
+    here = schema.to_frame([facts]).iloc[0].astype("string").fillna("nothing")
+    there = frame.astype("string").fillna("nothing")
+    for name in facts:
+        # Results that are committed make their own checkout dirty.
+        other = there.loc[there[name] != here[name], name]
+        if name != "git_dirty" and len(other):
+            raise UsageError(
+                f"{file} was measured with {name} {other.iloc[0]}, here it is {here[name]}: take "
+                "another --out, or --fresh to drop it"
+            )
 
 
 def _todo(

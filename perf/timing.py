@@ -27,6 +27,7 @@ MAX_CALLS = 256
 class Effort:
     """How long to measure."""
 
+    name: str
     warmup_ms: float  # of each group of sides
     sample_ms: float  # of each side, all its samples together
     min_samples: int
@@ -34,10 +35,12 @@ class Effort:
     host_rounds: int  # calls whose host time is taken
 
 
-FULL = Effort(warmup_ms=60, sample_ms=40, min_samples=11, max_samples=41, host_rounds=15)
-QUICK = Effort(warmup_ms=20, sample_ms=10, min_samples=5, max_samples=15, host_rounds=7)
+FULL = Effort("full", warmup_ms=60, sample_ms=40, min_samples=11, max_samples=41, host_rounds=15)
+QUICK = Effort("quick", warmup_ms=20, sample_ms=10, min_samples=5, max_samples=15, host_rounds=7)
 # Triton's interpreter: the way is tried, not the time.
-INTERPRETED = Effort(warmup_ms=0, sample_ms=0, min_samples=3, max_samples=3, host_rounds=1)
+INTERPRETED = Effort(
+    "interpreted", warmup_ms=0, sample_ms=0, min_samples=3, max_samples=3, host_rounds=1
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from planted_faults_perf import PERF_FAULTS
+
 ROOT = Path(__file__).resolve().parents[1]
 # A named test takes seconds; one that takes longer to fail is not worth naming.
 TIMEOUT_S = 240
@@ -322,6 +324,7 @@ FAULTS = [
         "torch.where(pages >= 0, lengths, 0)",
         "tests/test_page.py::test_seq_lens_of_requests_without_pages",
     ),
+    *(Fault(*fault) for fault in PERF_FAULTS),
 ]
 
 

@@ -190,6 +190,8 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         self.root, self.log = root / "repository", root / "log"
         (self.root / "tritonattn").mkdir(parents=True)
+        # A package, so that it wins over the real one further down the path.
+        (self.root / "tritonattn" / "__init__.py").touch()
         self.git("init", "-q")
 
     def git(self, *arguments: str) -> str:

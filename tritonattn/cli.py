@@ -123,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=line,
             description=module.__doc__,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)

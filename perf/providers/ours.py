@@ -20,7 +20,7 @@ from tritonattn.perf.providers import (
     register,
 )
 from tritonattn.perf.providers.block_ops import BLOCK_KINDS, prepare_ours
-from tritonattn.perf.steps import AnyStep, BlockStep, Step, step_inputs
+from tritonattn.perf.steps import AnyStep, BlockStep, Step
 
 # The reference goes through a batch request by request, in no hurry.
 MAX_REFERENCE_FLOPS = 2e9
@@ -95,7 +95,7 @@ def _reference_refusal(step: Step) -> str | None:
 
 
 def _prepare_reference(step: Step) -> Prepared:
-    inputs, total_q = step_inputs(step), sum(step.q_lens)
+    inputs, total_q = step.inputs, sum(step.q_lens)
 
     def run() -> torch.Tensor:
         return reference_results(inputs, step.dtype)[0][:total_q]

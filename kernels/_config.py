@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,17 @@ def decode_tile(spec: AttentionSpec) -> TileConfig:
     block_m = min(64, max(16, pow2_ceil(q_len * spec.group_size)))
     block_n = 32 if max(spec.head_dim_qk, spec.head_dim_vo) > 128 or _needs_registers(spec) else 64
     return TileConfig(block_m, block_n, num_warps=4, num_stages=2 if _needs_registers(spec) else 3)
+
+
+def within(spec: AttentionSpec) -> list[AttentionSpec]:
+    """Return one shape for each tile that calls with at most so many query tokens may use.
+
+    What a tile costs grows with requests and rows, so these bound all calls within `spec`.
+    """
+    q_lens = {
+        min(q_len, spec.max_q_len) for q_len in (*range(1, MAX_DECODE_Q_LEN + 1), spec.max_q_len)
+    }
+    return [replace(spec, max_q_len=q_len) for q_len in sorted(q_lens)]
 
 
 def prefill_tile(spec: AttentionSpec) -> TileConfig:

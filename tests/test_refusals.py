@@ -192,7 +192,6 @@ def test_seed_1_profile_run(either: dict[str, Any], given: bool) -> None:
         ("k_scale", {"k_scale": 0.5}),
         ("v_scale", {"v_scale": torch.ones([])}),
         ("batch_invariant", {"batch_invariant": True}),
-        ("buffers", {"buffers": object()}),
     ],
 )
 def test_features_that_are_not_built_are_refused_by_name(
@@ -258,7 +257,7 @@ def test_explain_says_what_auto_is(call: dict[str, Any]) -> None:
     assert "triton: accepts" in str(explanation)
     assert explanation.verdicts["flashinfer"] != "accepts"  # CPU tensors
     chosen = tritonattn.explain(**call, backend="reference", out=None, sm_scale=1.0)
-    assert (chosen.backend, chosen.reason) == ("reference", "chosen by the caller")
+    assert (chosen.backend, chosen.reason) == ("reference", "chosen by the backend argument")
 
 
 def test_plan_and_backend_arguments_of_the_wrong_kind(call: dict[str, Any]) -> None:

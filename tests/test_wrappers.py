@@ -318,11 +318,11 @@ def test_workspace_of_any_dtype_and_its_replacement(decode: Call) -> None:
 @pytest.mark.usefixtures("split")
 def test_vllm_40023_a_workspace_that_is_too_small(decode: Call) -> None:
     """vLLM 40023, 40381: refused by plan(), with both sizes."""
-    needed = triton_backend.BACKEND.scratch_bytes(
+    needed = triton_backend.BACKEND.workspace_bytes(
         tritonattn.plan_attention(
             decode.q, decode.inputs.kv_cache, max_q_len=1, **decode.inputs.metadata()
         ).spec(decode.q, tritonattn.layout.PagedKVCache.of(decode.inputs.kv_cache), ())
-    )
+    ).call
     assert needed > 0
     too_small = torch.empty(needed + 255, dtype=torch.uint8)
     too_small = too_small[-too_small.data_ptr() % 256 :][: needed - 1]

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tritonattn import cascade, decode, prefill
+from tritonattn import cascade, decode, prefill, staging
 from tritonattn.backends import UnsupportedError
 from tritonattn.cases import AttentionCase, make_inputs
-from tritonattn.wrappers import metadata
 
 HEADS = (4, 2, 16, 4)
 INT32 = {"dtype": torch.int32}
@@ -299,19 +298,19 @@ def test_refused_runs(error: type[Exception], match: str, arguments: dict[str, A
 
 def test_host_tensors_travel_in_one_block_of_their_own() -> None:
     tensors = [torch.arange(n, **INT32) + 100 * n for n in (5, 0, 64, 65)]
-    block = metadata._stage(tensors)
+    block = staging.stage(tensors)
     expected = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.fill_(-1)
-    parts = metadata._cut(block, tensors)
+    parts = staging.cut(block, tensors)
     for part, right in zip(parts, expected, strict=True):
         assert torch.equal(part, right)
         assert part.storage_offset() % 64 == 0
     host = torch.ones(3, **INT32)
-    moved = metadata.to_device([host, host.to("meta"), host], torch.device("meta"))
+    moved = staging.to_device([host, host.to("meta"), host], torch.device("meta"))
     assert [tensor.device.type for tensor in moved] == ["meta"] * 3
     assert [tensor.numel() for tensor in moved] == [3, 3, 3]
-    assert metadata.to_device([host], host.device)[0] is host
+    assert staging.to_device([host], host.device)[0] is host
 
 
 def test_the_workspace_is_checked() -> None:

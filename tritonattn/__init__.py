@@ -17,12 +17,14 @@ from tritonattn.block_ops import (
     swap_blocks,
     zero_blocks,
 )
+from tritonattn.buffers import PipelineBuffers
 from tritonattn.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
 from tritonattn.diff import DiffReport, compare
+from tritonattn.dispatch import use_backend
 from tritonattn.merge import merge_state, merge_state_in_place, merge_states
 from tritonattn.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from tritonattn.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -34,6 +36,7 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "DiffReport",
+    "PipelineBuffers",
     "append_paged_kv_cache",
     "cascade",
     "compare",
@@ -53,6 +56,7 @@ __all__ = [
     "prefill",
     "reshape_and_cache",
     "swap_blocks",
+    "use_backend",
     "zero_blocks",
 ]
 

@@ -12,10 +12,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from tritonattn import checks, dispatch, env
-from tritonattn.backends import AttentionCall, UnsupportedError, get_backend
+from tritonattn.backends import AttentionCall, get_backend
 from tritonattn.layout import KVCacheLike, PagedKVCache
 from tritonattn.plan import AttentionPlan
 from tritonattn.spec import AttentionSpec, check_dtypes, requested_features
+from tritonattn.stage import StageBuffers, check_stage
 
 
 def plan_attention(
@@ -33,7 +34,7 @@ def plan_attention(
     causal: bool = True,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
-    buffers: object | None = None,
+    buffers: StageBuffers | None = None,
     backend: str = "auto",
 ) -> AttentionPlan:
     """Plan a step once, on the device, for all its layers.
@@ -53,15 +54,14 @@ def plan_attention(
     ValueError, TypeError
         As `paged_attention`.
     """
-    checks.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     cache = None if kv_cache is None else PagedKVCache.of(kv_cache, kv_layout)
     if cache is not None:
         checks.check_stated(cache, num_kv_heads, page_size)
         page_size = cache.page_size
     if page_size is None:
         raise ValueError("plan_attention needs page_size or kv_cache")
-    if buffers is not None:
-        raise UnsupportedError("buffers: stage buffers are not supported yet, pass None")
+    check_stage(buffers)
     table = checks.make_page_table(seq_lens, block_table, indptr, indices, page_size)
     checks.check_qo_indptr(qo_indptr, table)
     plan = AttentionPlan(
@@ -71,6 +71,7 @@ def plan_attention(
         max_q_len=checks.as_bound("max_q_len", max_q_len),
         max_kv_len=checks.as_bound("max_kv_len", max_kv_len),
         backend=backend,
+        stage=buffers,
     )
     if q is not None and cache is not None:
         checks.check_q(q)
@@ -108,7 +109,7 @@ def paged_attention(
     lse: Tensor | None = None,
     return_lse: bool = False,
     lse_base: Literal["log2", "e"] = "log2",
-    buffers: object | None = None,
+    buffers: StageBuffers | None = None,
     plan: AttentionPlan | None = None,
     backend: str = "auto",
     batch_invariant: bool = False,
@@ -157,8 +158,11 @@ def paged_attention(
         An explicit choice never falls back: it works or raises with the reason.
     window_left, logits_soft_cap, alibi_slopes, sinks, custom_mask, k_scale, v_scale
         Refused by every backend for now, unless neutral.
-    buffers, batch_invariant
+    batch_invariant : bool
         Likewise.
+    buffers : StageBuffers, optional
+        `PipelineBuffers.stage(i)`: the work lists and partial states lie there, at addresses that
+        stay. Without it they are allocated.
 
     Returns
     -------
@@ -174,7 +178,7 @@ def paged_attention(
     """
     if lse_base not in ("log2", "e"):
         raise ValueError(f"lse_base must be 'log2' or 'e', got {lse_base!r}")
-    checks.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     checks.check_q(q)
     if kv_cache is None:
         return _profile_run(q, out, lse, return_lse)
@@ -239,7 +243,7 @@ def explain(
     Explanation
         The choice, its reason, and every backend's verdict; prints well.
     """
-    checks.check_backend_name(backend)
+    dispatch.check_backend_name(backend)
     unknown = set(arguments) - set(paged_attention.__kwdefaults__ or ())
     if unknown:
         raise TypeError(f"paged_attention has no argument {', '.join(sorted(unknown))}")
@@ -269,6 +273,7 @@ def _describe_call(
     indptr: Tensor | None = None,
     indices: Tensor | None = None,
     plan: AttentionPlan | None = None,
+    buffers: StageBuffers | None = None,
     **features: Any,
 ) -> tuple[PagedKVCache, AttentionPlan, AttentionSpec]:
     """Check a call and describe it, with a plan that has not been made yet unless one is given."""
@@ -286,6 +291,7 @@ def _describe_call(
             indices=indices,
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
+            stage=buffers,
         )
     elif qo_indptr is None or seq_lens is None:
         raise TypeError("paged_attention needs qo_indptr and seq_lens, or a plan")
@@ -300,6 +306,7 @@ def _describe_call(
             causal=causal,
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
+            buffers=buffers,
         )
     requested = requested_features(kv_dtype=cache.dtype, **features)
     return cache, plan, _describe(q, cache, plan, requested)
@@ -311,7 +318,10 @@ def _describe(
     """Check that the parts of a call fit together and describe it."""
     checks.check_geometry(q, cache, plan.table)
     checks.check_has_pages(plan.table, q.size(0), plan.max_kv_len)
-    return plan.spec(q, cache, features)
+    spec = plan.spec(q, cache, features)
+    if plan.stage is not None:
+        plan.stage.check(spec)
+    return spec
 
 
 def _profile_run(

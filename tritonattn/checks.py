@@ -11,7 +11,6 @@ import operator
 import torch
 from torch import Tensor
 
-from tritonattn.backends import BACKENDS
 from tritonattn.layout import PagedKVCache, PageTable, check_index_tensor
 from tritonattn.spec import AttentionSpec, check_dtypes, check_head_dim, check_heads
 
@@ -90,14 +89,6 @@ def check_qo_indptr(qo_indptr: Tensor, table: PageTable) -> None:
             f"qo_indptr must have batch + 1 = {table.batch_size + 1} entries (seq_lens names "
             f"{table.batch_size} requests), got {qo_indptr.numel()}"
         )
-
-
-def check_backend_name(backend: str) -> None:
-    """Check the name of a backend."""
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
 
 
 def as_bound(name: str, bound: int | None) -> int | None:

@@ -6,6 +6,7 @@
 | `TRITONATTN_CACHE_DIR` | folder | what the demo keeps; default: `tritonattn` in the user's cache |
 | `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
 | `TRITONATTN_COMMIT` | text | commit that sweeps record where the sources have no `.git` |
+| `TRITONATTN_BACKEND` | `triton`, `flashinfer`, `reference` | for calls that choose none |
 | `TRITON_INTERPRET` | `0`, `1` | Triton's own: kernels take CPU tensors; fixed at its import |
 
 Flags are 0 by default.
@@ -56,6 +57,11 @@ def demo_model() -> Path | None:
 def commit() -> str | None:
     """Return the commit that the sources are said to be of, if it is said."""
     return os.environ.get("TRITONATTN_COMMIT") or None
+
+
+def backend() -> str:
+    """Return the backend for calls that choose none; "auto" if that is left open."""
+    return os.environ.get("TRITONATTN_BACKEND") or "auto"
 
 
 def with_interpreter() -> dict[str, str]:

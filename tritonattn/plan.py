@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonattn.backends import get_backend
+from tritonattn.backends import Workspace, get_backend
 from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
+from tritonattn.stage import StageBuffers
 
 
 class AttentionPlan:
@@ -28,7 +29,8 @@ class AttentionPlan:
         max_q_len: int | None,
         max_kv_len: int | None,
         backend: str = "auto",
-        scratch: Tensor | None = None,
+        workspace: Workspace | None = None,
+        stage: StageBuffers | None = None,
     ) -> None:
         self.qo_indptr = qo_indptr
         self.table = table
@@ -36,7 +38,8 @@ class AttentionPlan:
         self.max_q_len = max_q_len
         self.max_kv_len = max_kv_len
         self.backend = backend
-        self._scratch = scratch
+        self._workspace = workspace or Workspace()
+        self.stage = stage
         self._made: tuple[AttentionSpec, str, Any] | None = None
 
     def spec(self, q: Tensor, cache: PagedKVCache, features: tuple[str, ...]) -> AttentionSpec:
@@ -63,18 +66,25 @@ class AttentionPlan:
     def state(self, spec: AttentionSpec, backend: str) -> Any:
         """Return the backend's part, making it at the first call."""
         if self._made is None:
-            made = get_backend(backend).plan(spec, self.table, self.qo_indptr, self._scratch)
+            workspace = self._workspace if self.stage is None else self.stage.claim(self)
+            made = get_backend(backend).plan(spec, self.table, self.qo_indptr, workspace)
             self._made = (spec, backend, made)
         elif self._made[:2] != (spec, backend):
             raise ValueError(
                 "one plan serves layers of one geometry on one backend: it was made for "
                 f"{self._made[1]} with {self._made[0]}, this call is for {backend} with {spec}"
             )
+        elif self.stage is not None:
+            self.stage.check_owner(self)
         return self._made[2]
 
-    def check_same_step(self, *, causal: bool, **metadata: Tensor | int | None) -> None:
+    def check_same_step(
+        self, *, causal: bool, stage: StageBuffers | None, **metadata: Tensor | int | None
+    ) -> None:
         """Refuse metadata beside a plan that was made from other metadata."""
         table = self.table
+        if stage is not None and stage is not self.stage:
+            raise ValueError("buffers are not those of the plan: leave them out, or plan with them")
         planned: dict[str, Tensor | int | None] = {
             "qo_indptr": self.qo_indptr,
             "seq_lens": table.lengths,

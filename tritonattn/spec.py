@@ -50,7 +50,6 @@ def requested_features(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     batch_invariant: bool = False,
-    buffers: object | None = None,
 ) -> tuple[str, ...]:
     """Name the optional features in use; an argument at its neutral value asks for nothing."""
     asked = {
@@ -63,7 +62,6 @@ def requested_features(
         "k_scale": _scales(k_scale),
         "v_scale": _scales(v_scale),
         "batch_invariant": batch_invariant,
-        "buffers": buffers is not None,
     }
     return tuple(name for name, wanted in asked.items() if wanted)
 

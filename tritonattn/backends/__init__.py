@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -37,6 +37,31 @@ class AttentionCall:
     lse_base: str  # "log2" or "e"
 
 
+class WorkspaceBytes(NamedTuple):
+    """How much memory a backend needs, in bytes."""
+
+    step: int  # from the plan to the last layer of a step
+    call: int  # within one run: planned steps may share it in stream order
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """A caller's memory, uint8 on the device; where it is None the backend takes its own."""
+
+    step: Tensor | None = None
+    call: Tensor | None = None
+
+    def check(self, spec: AttentionSpec, needed: WorkspaceBytes) -> None:
+        """Raise `ValueError` if it is smaller than a backend needs."""
+        for have, need in ((self.step, needed.step), (self.call, needed.call)):
+            if have is not None and have.numel() < need:
+                raise ValueError(
+                    f"the workspace buffer must have at least {need} bytes for {spec.num_qo_heads}/"
+                    f"{spec.num_kv_heads} heads of {spec.head_dim_vo} and batch {spec.batch_size}, "
+                    f"got {have.numel()}"
+                )
+
+
 class Backend(Protocol):
     """What dispatch needs from a backend."""
 
@@ -46,17 +71,13 @@ class Backend(Protocol):
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why the backend cannot take the call, as a sentence, or None."""
 
-    def scratch_bytes(self, spec: AttentionSpec) -> int:
-        """Return what `run` needs of a caller's scratch, in bytes."""
+    def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
+        """Return what a call needs, and any with fewer requests, rows or query tokens."""
 
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> Any:
-        """Do the work that all layers of a step share; return what `run` needs of it.
-
-        `scratch` (uint8) is the caller's memory for what lives within one `run`, so that several
-        planned steps may share it in stream order; without it the backend takes its own.
-        """
+        """Do the work that all layers of a step share; return what `run` needs of it."""
 
     def run(self, call: AttentionCall, state: Any) -> None:
         """Write the rows of `call.out` (and `call.lse`) that belong to requests."""
@@ -75,13 +96,3 @@ def missing_features(spec: AttentionSpec, name: str) -> str | None:
     if not spec.features:
         return None
     return f"the {name} backend does not support {', '.join(spec.features)} yet"
-
-
-def check_scratch(spec: AttentionSpec, needed: int, scratch: Tensor) -> None:
-    """Raise `ValueError` if a caller's scratch is smaller than a backend needs."""
-    if scratch.numel() < needed:
-        raise ValueError(
-            f"the workspace buffer must have at least {needed} bytes for {spec.num_qo_heads}/"
-            f"{spec.num_kv_heads} heads of {spec.head_dim_vo} and batch {spec.batch_size}, "
-            f"got {scratch.numel()}"
-        )

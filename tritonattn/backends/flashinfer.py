@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonattn.backends import AttentionCall, UnsupportedError, missing_features
+from tritonattn.backends import (
+    AttentionCall,
+    UnsupportedError,
+    Workspace,
+    WorkspaceBytes,
+    missing_features,
+)
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
 
@@ -62,12 +68,12 @@ class FlashInferBackend:
             return f"FlashInfer is right for head_dim {HEAD_DIMS} only, got {spec.head_dim_qk}"
         return missing_features(spec, self.name) or import_problem()
 
-    def scratch_bytes(self, spec: AttentionSpec) -> int:
+    def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
         """Return 0: FlashInfer gets a workspace of its own."""
-        return 0
+        return WorkspaceBytes(0, 0)
 
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> FlashInferPlan | None:
         """Plan FlashInfer's wrapper for the requests that have queries; None if there are none."""
         if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

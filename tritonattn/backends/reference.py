@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tritonattn.backends import AttentionCall, missing_features
+from tritonattn.backends import AttentionCall, Workspace, WorkspaceBytes, missing_features
 from tritonattn.layout import PageTable
 from tritonattn.reference import attention
 from tritonattn.spec import AttentionSpec
@@ -20,12 +20,12 @@ class ReferenceBackend:
         """Return why the oracle cannot take the call, or None."""
         return missing_features(spec, self.name)
 
-    def scratch_bytes(self, spec: AttentionSpec) -> int:
+    def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
         """Return 0: torch allocates."""
-        return 0
+        return WorkspaceBytes(0, 0)
 
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> None:
         """Nothing is shared between layers."""
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonattn.backends import AttentionCall, check_scratch, missing_features
+from tritonattn.backends import AttentionCall, Workspace, WorkspaceBytes, missing_features
 from tritonattn.env import INTERPRET
 from tritonattn.kernels import decode as decode_op
 from tritonattn.kernels import plan as plan_op
 from tritonattn.kernels import prefill as prefill_op
-from tritonattn.kernels._config import on_device
+from tritonattn.kernels._config import on_device, within
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
 
@@ -45,27 +45,34 @@ class TritonBackend:
             )
         return missing_features(spec, self.name)
 
-    def scratch_bytes(self, spec: AttentionSpec) -> int:
-        """Return the size of the partial states, in bytes."""
-        return decode_op.workspace_bytes(spec)
+    def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
+        """Return the sizes of the work lists and of the partial states."""
+        shapes = within(spec)
+        return WorkspaceBytes(
+            step=max(plan_op.workspace_bytes(shape) for shape in shapes),
+            call=max(decode_op.workspace_bytes(shape) for shape in shapes),
+        )
 
     def plan(
-        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, scratch: Tensor | None
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> TritonPlan:
         """Launch the planner.
 
-        Only the partial states go to `scratch`: the work lists are read by every layer of a step
-        and must not lie in memory that another step's layers may use in between.
+        The work lists are read by every layer of a step, so they lie in the step's memory; partial
+        states live within a run.
         """
-        needed = self.scratch_bytes(spec)
-        if scratch is None:
-            scratch = torch.empty(needed, dtype=torch.uint8, device=spec.device)
-        check_scratch(spec, needed, scratch)
-        lists = torch.empty(plan_op.workspace_bytes(spec), dtype=torch.uint8, device=spec.device)
+        needed = WorkspaceBytes(plan_op.workspace_bytes(spec), decode_op.workspace_bytes(spec))
+        workspace.check(spec, needed)
+        lists, partials = (
+            torch.empty(size, dtype=torch.uint8, device=spec.device)
+            if have is None
+            else have[:size]
+            for have, size in zip((workspace.step, workspace.call), needed, strict=True)
+        )
         work = plan_op.carve(spec, lists)
         with on_device(spec.device):
             plan_op.plan(spec, table, qo_indptr, work)
-        return TritonPlan(work, decode_op.carve(spec, scratch[:needed]))
+        return TritonPlan(work, decode_op.carve(spec, partials))
 
     def run(self, call: AttentionCall, state: TritonPlan) -> None:
         """Launch the kernels whose lists can have entries; both paths write disjoint rows."""

@@ -20,17 +20,18 @@ from torch import Tensor
 
 from tritonattn import dispatch
 from tritonattn.attention import paged_attention
-from tritonattn.backends import BACKENDS, UnsupportedError, check_scratch, get_backend
+from tritonattn.backends import BACKENDS, UnsupportedError, Workspace, get_backend
 from tritonattn.layout import KVCacheLike, PageTable, check_layout
 from tritonattn.plan import AttentionPlan
 from tritonattn.spec import AttentionSpec, requested_features
+from tritonattn.staging import is_capturing, to_device
 from tritonattn.wrappers.arguments import (
     LayerArguments,
     check_kv_dtype,
     check_position_encoding,
     expand_page_dim,
 )
-from tritonattn.wrappers.metadata import GraphBuffers, StepMetadata, is_capturing, to_device
+from tritonattn.wrappers.metadata import GraphBuffers, StepMetadata
 
 # FlashInfer's names: which of its kernels to use is a hint that means nothing here.
 FLASHINFER_BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl")
@@ -109,7 +110,8 @@ class PagedAttentionWrapper:
             raise ValueError("float_workspace_buffer must be contiguous")
         raw = buffer.view(-1).view(torch.uint8)
         self._float_workspace_buffer = buffer
-        self._scratch = raw[-raw.data_ptr() % _ALIGNMENT :]
+        # The work lists of a planned step are read by all its layers: they stay apart.
+        self._workspace = Workspace(call=raw[-raw.data_ptr() % _ALIGNMENT :])
         self.device = buffer.device
 
     def _bind(self, tensors: GraphBuffers) -> None:
@@ -196,12 +198,11 @@ class PagedAttentionWrapper:
 
     def _check_scratch(self, spec: AttentionSpec, backend: str, max_q_len: int | None) -> None:
         """Refuse a workspace that is too small, also for lengths that only the device knows."""
-        specs = [spec]
+        bound = spec
         if max_q_len is None:
             total_q = max(spec.total_q, _SHORT_QUERY * spec.batch_size)
-            specs.append(replace(spec, total_q=total_q, max_q_len=_SHORT_QUERY))
-        needed = max(get_backend(backend).scratch_bytes(s) for s in specs)
-        check_scratch(spec, needed, self._scratch)
+            bound = replace(spec, total_q=total_q, max_q_len=total_q)
+        self._workspace.check(spec, get_backend(backend).workspace_bytes(bound))
 
     def _attention_plan(self, requests: int) -> AttentionPlan:
         """Describe the step to `paged_attention`; the device planner runs with its first layer."""
@@ -224,7 +225,7 @@ class PagedAttentionWrapper:
             causal=layers.causal,
             max_q_len=self._max_q_len,
             max_kv_len=0 if table.width == 0 else self._max_kv_len,
-            scratch=self._scratch,
+            workspace=self._workspace,
         )
 
     def _step_plan(self, requests: int, rows: int) -> AttentionPlan:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tritonattn import env
 from tritonattn.layout import check_index_tensor
-
-_CPU = torch.device("cpu")
+from tritonattn.staging import check_place, cut, is_capturing, stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class StepMetadata:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         for name, tensor in self.named().items():
-            _check_place(name, tensor, device)
+            check_place(name, tensor, device)
         entries = self.batch_size + 1
         for name, ends in self.named().items():
             if name.endswith("indptr") and ends.numel() != entries:
@@ -154,7 +153,7 @@ class GraphBuffers:
         if self.qo_indptr is not None and step.qo_indptr is not None:
             pairs.append((self.qo_indptr, step.qo_indptr))
         host = [source for buffer, source in pairs if source.device != buffer.device]
-        staged = _cut(_stage(host), host)
+        staged = cut(stage(host), host)
         for buffer, source in pairs:
             target = buffer[: source.numel()]
             if source.device != buffer.device:
@@ -190,59 +189,6 @@ class RowStarts:
             if not is_capturing(self._device):
                 self._kept[q_len] = starts
         return starts[: requests + 1]
-
-
-def to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on `device`: those on the host by one copy that nothing waits for."""
-    host = [tensor for tensor in tensors if tensor.device != device]
-    if not host:
-        return tensors
-    moved = _cut(_stage(host).to(device, non_blocking=True), host)
-    return [moved.pop(0) if tensor.device != device else tensor for tensor in tensors]
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream records a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _stage(tensors: list[Tensor]) -> Tensor:
-    """Copy host tensors into one block of pinned memory, to be cut like `tensors`.
-
-    The copy to the device may happen after `plan()` has returned, and the caller may rewrite his
-    tensors by then, also if they are pinned. torch keeps the block until that copy is done.
-    """
-    entries = sum(_padded(tensor.numel()) for tensor in tensors)
-    pin = bool(tensors) and torch.cuda.is_available()
-    block = torch.empty(entries, dtype=torch.int32, pin_memory=pin)
-    for part, tensor in zip(_cut(block, tensors), tensors, strict=True):
-        part.copy_(tensor)
-    return block
-
-
-def _cut(block: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return views of a staged block of the sizes of `tensors`."""
-    begin, parts = 0, []
-    for tensor in tensors:
-        parts.append(block[begin : begin + tensor.numel()])
-        begin += _padded(tensor.numel())
-    return parts
-
-
-def _padded(entries: int) -> int:
-    """Return the room for an int32 tensor, so that all parts of a block are aligned alike."""
-    return -(-entries // 64) * 64
-
-
-def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
-    if isinstance(tensor, Tensor) and tensor.device not in (device, _CPU):
-        raise ValueError(f"{name} must be on the host or on {device}, got {tensor.device}")
-    check_index_tensor(name, tensor, getattr(tensor, "device", device))
-    if tensor.device != device and is_capturing(device):
-        raise ValueError(
-            f"{name} is on the host: a CUDA graph would replay this step's values for ever: give "
-            "device tensors inside a capture, or call plan() before it"
-        )
 
 
 def _known(tensor: Tensor) -> list[int] | None:

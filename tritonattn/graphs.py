@@ -1,0 +1,123 @@
+"""CUDA graphs of a stage, one for each batch size: captured once, replayed for any step that fits.
+
+Nothing is planned on the host between replays: the graphs read the stage's metadata where it
+stands. What was chosen at the capture stays chosen, as a graph cannot change its mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tritonattn import dispatch
+from tritonattn.staging import is_capturing
+
+if TYPE_CHECKING:
+    from tritonattn.stage import StageBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A step for one batch size."""
+
+    batch_size: int
+    graph: torch.cuda.CUDAGraph
+    result: Any  # what the step returned: tensors that each replay fills
+    memory_bytes: int  # that the device had less of after the capture
+    choices: tuple[dispatch.Choice, ...]
+    settings: tuple[str, str]  # what was asked for then
+
+
+class StageGraphs:
+    """The captured steps of a stage; made by `StageBuffers.capture`."""
+
+    def __init__(self, steps: dict[int, CapturedStep]) -> None:
+        self.steps = dict(sorted(steps.items()))
+
+    @property
+    def memory_bytes(self) -> dict[int, int]:
+        """Return what each capture took from the device, by batch size."""
+        return {size: step.memory_bytes for size, step in self.steps.items()}
+
+    def replay(self, batch_size: int) -> Any:
+        """Replay the smallest graph that holds a batch, on the current stream.
+
+        Parameters
+        ----------
+        batch_size : int
+            Requests of the step whose metadata stands in the stage.
+
+        Returns
+        -------
+        Any
+            What the captured function returned, with this step's values.
+
+        Raises
+        ------
+        ValueError
+            If no graph holds so many requests, or another backend is asked for than the captured
+            one.
+        """
+        step = next((s for size, s in self.steps.items() if size >= batch_size), None)
+        if step is None or batch_size < 0:
+            sizes = ", ".join(map(str, self.steps))
+            raise ValueError(f"no graph holds {batch_size} requests: captured are {sizes}")
+        if dispatch.asked() != step.settings:
+            _check_choices(step)
+        step.graph.replay()
+        return step.result
+
+
+def capture(
+    stage: StageBuffers, batch_sizes: Iterable[int], step: Callable[[int], Any], pool: Any = None
+) -> StageGraphs:
+    """Capture a step for each batch size; see `StageBuffers.capture`."""
+    sizes = sorted(set(batch_sizes), reverse=True)
+    if stage.device.type != "cuda":
+        raise ValueError(f"CUDA graphs need a stage on a GPU, this one is on {stage.device}")
+    if is_capturing(stage.device):
+        raise ValueError("capture cannot be called inside another capture")
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"batch sizes must be at least 1, got {size}")
+        stage.metadata(size)
+    _warm_up(stage.device, sizes, step)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    # The largest first: the others find memory in its pool.
+    return StageGraphs({size: _capture_one(stage.device, size, step, pool) for size in sizes})
+
+
+def _warm_up(device: torch.device, sizes: list[int], step: Callable[[int], Any]) -> None:
+    """Compile and load every kernel: a capture must not."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for size in sizes:
+            step(size)
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _capture_one(
+    device: torch.device, size: int, step: Callable[[int], Any], pool: Any
+) -> CapturedStep:
+    torch.cuda.synchronize(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    graph = torch.cuda.CUDAGraph()
+    with dispatch.record() as choices, torch.cuda.graph(graph, pool=pool):
+        result = step(size)
+    torch.cuda.synchronize(device)
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    return CapturedStep(size, graph, result, taken, tuple(choices), dispatch.asked())
+
+
+def _check_choices(step: CapturedStep) -> None:
+    for choice in step.choices:
+        now = dispatch.choose(choice.spec, choice.argument)
+        if now != choice.backend:
+            raise ValueError(
+                f"the graph for {step.batch_size} requests was captured with {choice.backend}, now "
+                f"{now} is asked for: a graph cannot change its backend, capture anew"
+            )

@@ -13,13 +13,14 @@ HAS_GPU := $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .NOTPARALLEL:
-.PHONY: help install demo test lint docs clean
+.PHONY: help install demo test lint docs performance clean
 
 help:
 	@echo 'make demo     a real language model on our kernels (no GPU needed: about four minutes)'
 	@echo 'make test     the tests; those that need a GPU run where there is one'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make docs     API pages in build/docs'
+	@echo 'make performance  the tables in docs/ from perf/results/'
 	@echo 'make install  .venv with everything for the above'
 	@echo 'make clean    remove .venv and everything built'
 
@@ -53,6 +54,12 @@ lint: $(VENV)/.lint
 
 docs: $(VENV)/.docs
 	$(PY) -m pdoc --docformat numpy --output-directory build/docs tritonattn
+
+# From the committed results; a test compares.
+performance: $(VENV)/.test
+	$(PY) -m tritonattn report perf/results/peers-h200 --markdown docs/performance.md
+	$(PY) -m tritonattn report perf/results/blockops-h200 --markdown docs/performance_blockops.md
+	$(PY) -m tritonattn report perf/results/host-h200 --markdown docs/performance_host.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

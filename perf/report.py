@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("results", metavar="RESULT", nargs="+", type=Path, help="what a sweep left")
     parser.add_argument("--out", metavar="DIR", type=Path, help="default: beside the first RESULT")
+    parser.add_argument(
+        "--markdown", metavar="FILE", type=Path, help="write the tables to this file, nothing else"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
         sweeps = summary.combine(load.read_sweeps(args.results))
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if args.markdown:
+        args.markdown.write_text(markdown.report(sweeps), encoding="utf-8")
+        return OK
     first = args.results[0]
     folder = args.out or (first if first.is_dir() else first.parent)
     write(sweeps, folder)

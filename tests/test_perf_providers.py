@@ -194,7 +194,7 @@ def test_vllm_without_its_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
         ("sdpa", StepCase("decode", "8/2/64", "1x1x8+1x1x9"), "one length for all"),
         ("sdpa", StepCase("prefill", "8/2/64", "1x4x8+1x5x8"), "one length for all"),
         ("sdpa-cudnn", StepCase("prefill", "8/2/64", "2x4x8"), "top-left"),
-        ("reference", StepCase("decode", "32/8/128", "1x1x131072"), "not timed beyond 2e.09 operations"),
+        ("reference", StepCase("decode", "32/8/128", "1x1x131072"), "not timed beyond"),
     ],
 )  # fmt: skip
 def test_refusals_by_shape(

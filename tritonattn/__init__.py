@@ -24,7 +24,7 @@ from tritonattn.decode import (
     fast_decode_plan,
 )
 from tritonattn.diff import DiffReport, compare
-from tritonattn.dispatch import use_backend
+from tritonattn.dispatch import load_policy, use_backend
 from tritonattn.merge import merge_state, merge_state_in_place, merge_states
 from tritonattn.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from tritonattn.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -47,6 +47,7 @@ __all__ = [
     "gather_blocks",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "load_policy",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

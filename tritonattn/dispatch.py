@@ -1,21 +1,31 @@
 """Which backend takes a call, and why: a pure function of a frozen request.
 
 The first of these that says something decides: the `backend` argument, `use_backend`,
-`TRITONATTN_BACKEND`, the default. All but the default are explicit: they work or raise with the
-reason, they never fall back.
+`TRITONATTN_BACKEND`, a measured policy, the default. The first three are explicit: they work or
+raise with the reason, they never fall back. A policy's choice that cannot take a call gives way to
+the default, which is logged once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from tritonattn import env
 from tritonattn.backends import BACKENDS, UnsupportedError, get_backend
+from tritonattn.policy import Policy, environment_of, read_policy
 from tritonattn.spec import AttentionSpec
+from tritonattn.staging import is_capturing
+
+_log = logging.getLogger(__name__)
+_installed: list[Policy] = []  # at most one
 
 _context: ContextVar[str] = ContextVar("tritonattn_backend", default="auto")
 _record: ContextVar[list[Choice] | None] = ContextVar("tritonattn_record", default=None)
@@ -28,6 +38,8 @@ class Request:
     spec: AttentionSpec
     asked: str  # a backend, or "auto"
     asked_by: str  # who asked for it, empty for "auto"
+    policy: Policy | None = None  # for "auto"
+    capturing: bool = False  # a CUDA graph, whose plans must be made on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +48,7 @@ class Decision:
 
     backend: str
     reason: str
-    refusal: str | None  # why it cannot take the call: then nothing can, the choice stands
+    refusal: str | None = None  # why it cannot take the call: then nothing can, the choice stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +122,91 @@ def decide(request: Request) -> Decision:
     """Return the choice for a request."""
     if request.asked != "auto":
         name, reason = request.asked, f"chosen by {request.asked_by}"
+    elif request.spec.device.type == "cpu" and not env.INTERPRET:
+        name = "reference"
+        reason = "auto is the reference for CPU tensors outside Triton's interpreter"
+    elif request.policy is None:
+        name, reason = "triton", "auto is triton without a measured policy"
     else:
-        name, reason = _default(request.spec)
+        name, reason = _by_policy(request, request.policy)
     return Decision(name, reason, get_backend(name).refusal(request.spec))
 
 
-def choose(spec: AttentionSpec, backend: str = "auto") -> str:
-    """Return the backend for a call; raise `UnsupportedError` with the reason if it refuses."""
-    decision = decide(Request(spec, *asked(backend)))
+def _by_policy(request: Request, policy: Policy) -> tuple[str, str]:
+    mismatch = policy.mismatch(environment_of(request.spec.device))
+    if mismatch is not None:
+        return "triton", f"auto is triton: {mismatch}"
+    entry = policy.nearest(request.spec)
+    if entry is None:
+        return "triton", f"auto is triton: {policy.source} has no case near this one"
+    name, margin = entry.winner
+    measured = (
+        f"{name} was {margin:.2f} times as fast in the nearest case of {policy.source}, {entry}"
+    )
+    if name == "triton":
+        return name, measured
+    refusal = get_backend(name).refusal(request.spec)
+    if refusal is None and request.capturing:
+        refusal = f"{name} plans on the host, which a CUDA graph cannot repeat"
+    if refusal is None:
+        return name, measured
+    _log.info("auto falls back to triton: %s; %s", refusal, measured)
+    return "triton", f"auto falls back to triton: {refusal}; {measured}"
+
+
+def load_policy(path: str | Path | None) -> Policy | None:
+    """Install a table of which backend is faster where, for all calls that choose none.
+
+    Parameters
+    ----------
+    path : str or Path, optional
+        What `tritonattn tune` wrote. None takes the installed one out again.
+
+    Returns
+    -------
+    Policy, or None
+
+    Raises
+    ------
+    ValueError
+        If the file is no policy, or was measured on another GPU or with other versions.
+    """
+    policy = None if path is None else read_policy(path)
+    if policy is not None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        mismatch = policy.mismatch(environment_of(device))
+        if mismatch is not None:
+            raise ValueError(mismatch)
+    _installed[:] = [] if policy is None else [policy]
+    return policy
+
+
+def current_policy() -> Policy | None:
+    """Return the installed policy, or that of `TRITONATTN_POLICY`, or None."""
+    if _installed:
+        return _installed[0]
+    path = env.policy()
+    return None if path is None else _policy_at(path)
+
+
+@functools.cache
+def _policy_at(path: Path) -> Policy:
+    return read_policy(path)
+
+
+def _request(spec: AttentionSpec, backend: str, for_graph: bool = False) -> Request:
+    name, by = asked(backend)
+    policy = current_policy() if name == "auto" else None
+    capturing = policy is not None and (for_graph or is_capturing(spec.device))
+    return Request(spec, name, by, policy, capturing)
+
+
+def choose(spec: AttentionSpec, backend: str = "auto", *, for_graph: bool = False) -> str:
+    """Return the backend for a call; raise `UnsupportedError` with the reason if it refuses.
+
+    `for_graph` asks as if a CUDA graph were being captured.
+    """
+    decision = decide(_request(spec, backend, for_graph))
     if decision.refusal is not None:
         raise UnsupportedError(decision.refusal)
     record = _record.get()
@@ -137,17 +226,16 @@ def record() -> Iterator[list[Choice]]:
         _record.reset(token)
 
 
+def settings() -> tuple[str, str, Policy | None]:
+    """Return all that a choice depends on beside the call itself."""
+    return (*asked(), current_policy())
+
+
 def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
-    decision = decide(Request(spec, *asked(backend)))
+    decision = decide(_request(spec, backend))
     backends = {name: get_backend(name) for name in BACKENDS}
     verdicts = {name: one.refusal(spec) or f"accepts{one.caveat}" for name, one in backends.items()}
     if decision.refusal is not None:
         return Explanation(None, f"{decision.reason}: {decision.refusal}", verdicts)
     return Explanation(decision.backend, decision.reason, verdicts)
-
-
-def _default(spec: AttentionSpec) -> tuple[str, str]:
-    if spec.device.type == "cpu" and not env.INTERPRET:
-        return "reference", "auto is the reference for CPU tensors outside Triton's interpreter"
-    return "triton", "auto is triton until a measured policy exists"

@@ -7,6 +7,7 @@
 | `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
 | `TRITONATTN_COMMIT` | text | commit that sweeps record where the sources have no `.git` |
 | `TRITONATTN_BACKEND` | `triton`, `flashinfer`, `reference` | for calls that choose none |
+| `TRITONATTN_POLICY` | file | which backend is faster where, for calls that choose none |
 | `TRITON_INTERPRET` | `0`, `1` | Triton's own: kernels take CPU tensors; fixed at its import |
 
 Flags are 0 by default.
@@ -57,6 +58,12 @@ def demo_model() -> Path | None:
 def commit() -> str | None:
     """Return the commit that the sources are said to be of, if it is said."""
     return os.environ.get("TRITONATTN_COMMIT") or None
+
+
+def policy() -> Path | None:
+    """Return the file of the measured policy, if one is chosen."""
+    chosen = os.environ.get("TRITONATTN_POLICY")
+    return Path(chosen).expanduser() if chosen else None
 
 
 def backend() -> str:

@@ -28,7 +28,7 @@ class CapturedStep:
     result: Any  # what the step returned: tensors that each replay fills
     memory_bytes: int  # that the device had less of after the capture
     choices: tuple[dispatch.Choice, ...]
-    settings: tuple[str, str]  # what was asked for then
+    settings: tuple[Any, ...]  # what was asked for then
 
 
 class StageGraphs:
@@ -65,7 +65,7 @@ class StageGraphs:
         if step is None or batch_size < 0:
             sizes = ", ".join(map(str, self.steps))
             raise ValueError(f"no graph holds {batch_size} requests: captured are {sizes}")
-        if dispatch.asked() != step.settings:
+        if dispatch.settings() != step.settings:
             _check_choices(step)
         step.graph.replay()
         return step.result
@@ -110,12 +110,12 @@ def _capture_one(
         result = step(size)
     torch.cuda.synchronize(device)
     taken = free - torch.cuda.mem_get_info(device)[0]
-    return CapturedStep(size, graph, result, taken, tuple(choices), dispatch.asked())
+    return CapturedStep(size, graph, result, taken, tuple(choices), dispatch.settings())
 
 
 def _check_choices(step: CapturedStep) -> None:
     for choice in step.choices:
-        now = dispatch.choose(choice.spec, choice.argument)
+        now = dispatch.choose(choice.spec, choice.argument, for_graph=True)
         if now != choice.backend:
             raise ValueError(
                 f"the graph for {step.batch_size} requests was captured with {choice.backend}, now "

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tritonattn
-from tritonattn import cli, env
+from tritonattn import cli, env, info
 from tritonattn.backends import UnsupportedError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,3 +240,31 @@ def test_cache_dir_follows_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert env.cache_dir() == tmp_path / ".cache" / "tritonattn"
     monkeypatch.setenv("TRITONATTN_CACHE_DIR", str(tmp_path / "own"))
     assert env.cache_dir() == tmp_path / "own"
+
+
+def test_size_of_stage_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--json", "--size", f"{info.SIZE_EXAMPLE},device=cpu"]) == cli.OK
+    shown = json.loads(capsys.readouterr().out)
+    size = tritonattn.PipelineBuffers.size_bytes(
+        num_stages=4, max_batch_size=512, max_num_tokens=8192, max_pages_per_request=2048,
+        num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
+        device="cpu",
+    )  # fmt: skip
+    assert shown == {"bytes": size, "bytes of a stage": size // 4, "MiB": round(size / 2**20, 2)}
+    # Tables alone take batch x pages x 4 bytes in each stage.
+    assert size > 4 * 512 * 2048 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_stages=4", "missing: max_batch_size"),
+        (info.SIZE_EXAMPLE + ",color=red", "unknown: color"),
+        (info.SIZE_EXAMPLE.replace("bf16", "int8"), "dtype must be one of bf16, fp16, fp32"),
+        (info.SIZE_EXAMPLE.replace("stages=4", "stages=0"), "num_stages must be at least 1"),
+        (info.SIZE_EXAMPLE.replace("512", "many"), "--size: invalid literal"),
+    ],
+)
+def test_sizes_that_are_none(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--size", text]) == cli.USAGE
+    assert said in capsys.readouterr().err

@@ -34,10 +34,12 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Start and end without a choice of the environment or a policy."""
     for name in ("TRITONATTN_BACKEND", "TRITONATTN_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    dispatch.decide.cache_clear()
+    for cached in (dispatch.decide, dispatch._policy_of_environment):
+        cached.cache_clear()
     yield
     load_policy(None)
-    dispatch.decide.cache_clear()
+    for cached in (dispatch.decide, dispatch._policy_of_environment):
+        cached.cache_clear()
 
 
 def entry(batch_size: int = 8, kv_len: int = 4096, **fields: Any) -> Entry:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +32,7 @@ _context: ContextVar[str] = ContextVar("tritonattn_backend", default="auto")
 _record: ContextVar[list[Choice] | None] = ContextVar("tritonattn_record", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """All that a choice depends on."""
 
     spec: AttentionSpec
@@ -183,15 +183,14 @@ def load_policy(path: str | Path | None) -> Policy | None:
 
 def current_policy() -> Policy | None:
     """Return the installed policy, or that of `TRITONATTN_POLICY`, or None."""
-    if _installed:
-        return _installed[0]
-    path = env.policy()
-    return None if path is None else _policy_at(path)
+    return _installed[0] if _installed else _policy_of_environment()
 
 
 @functools.cache
-def _policy_at(path: Path) -> Policy:
-    return read_policy(path)
+def _policy_of_environment() -> Policy | None:
+    # Once: unlike a name, a file is not looked for in every call.
+    path = env.policy()
+    return None if path is None else read_policy(path)
 
 
 def _request(spec: AttentionSpec, backend: str, for_graph: bool = False) -> Request:

@@ -7,7 +7,7 @@
 | `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
 | `TRITONATTN_COMMIT` | text | commit that sweeps record where the sources have no `.git` |
 | `TRITONATTN_BACKEND` | `triton`, `flashinfer`, `reference` | for calls that choose none |
-| `TRITONATTN_POLICY` | file | which backend is faster where, for calls that choose none |
+| `TRITONATTN_POLICY` | file | which backend is faster where; read once |
 | `TRITON_INTERPRET` | `0`, `1` | Triton's own: kernels take CPU tensors; fixed at its import |
 
 Flags are 0 by default.

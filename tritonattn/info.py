@@ -11,20 +11,36 @@ from typing import Any
 
 import torch
 
-from tritonattn import __version__, env
+from tritonattn import PipelineBuffers, __version__, env
+from tritonattn.cli import UsageError
 
 # Distribution names: the peers, and the engines that adapters exist for.
 _PACKAGES = ("torch", "triton", "numpy", "flashinfer-python", "transformers", "vllm", "pandas")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SIZE_NAMES = (
+    "num_stages", "max_batch_size", "max_num_tokens", "max_pages_per_request", "num_qo_heads",
+    "num_kv_heads", "head_dim", "page_size", "dtype",
+)  # fmt: skip
+SIZE_EXAMPLE = (
+    "num_stages=4,max_batch_size=512,max_num_tokens=8192,max_pages_per_request=2048,"
+    "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16,dtype=bf16"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--size",
+        metavar="NAME=VALUE,...",
+        help="the size of PipelineBuffers.allocate with these arguments instead, such as "
+        f"{SIZE_EXAMPLE}; dtype is {', '.join(_DTYPES)}",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what there is; always succeeds."""
-    facts = collect()
+    """Print what there is, or the size of stage buffers."""
+    facts = collect() if args.size is None else size(args.size)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -32,6 +48,29 @@ def run(args: argparse.Namespace) -> int:
     for name, value in facts.items():
         print(f"{name:{width}}  {', '.join(value) or 'none' if isinstance(value, list) else value}")
     return 0
+
+
+def size(text: str) -> dict[str, Any]:
+    """Return the size of the stage buffers that `name=value,...` describe, and of their parts."""
+    words = [word.partition("=") for word in text.split(",")]
+    given: dict[str, Any] = {name.strip(): value.strip() for name, _, value in words}
+    device = given.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+    names = [parameter for parameter in _SIZE_NAMES if parameter not in given]
+    unknown = sorted(set(given) - set(_SIZE_NAMES))
+    if names or unknown:
+        raise UsageError(
+            f"--size needs {', '.join(_SIZE_NAMES)}; missing: {', '.join(names) or 'none'}, "
+            f"unknown: {', '.join(unknown) or 'none'}"
+        )
+    if given["dtype"] not in _DTYPES:
+        raise UsageError(f"dtype must be one of {', '.join(_DTYPES)}, got {given['dtype']!r}")
+    try:
+        numbers = {name: int(value) for name, value in given.items() if name != "dtype"}
+        total = PipelineBuffers.size_bytes(**numbers, dtype=_DTYPES[given["dtype"]], device=device)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--size: {error}") from error
+    stages = numbers["num_stages"]
+    return {"bytes": total, "bytes of a stage": total // stages, "MiB": round(total / 2**20, 2)}
 
 
 def collect() -> dict[str, Any]:

@@ -20,7 +20,13 @@ from typing import NamedTuple
 import torch
 
 from tritonattn import env
-from tritonattn.backends import BACKENDS, UnsupportedError, get_backend
+from tritonattn.backends import (
+    BACKENDS,
+    FLASHINFER_KERNELS,
+    UnsupportedError,
+    get_backend,
+    is_backend,
+)
 from tritonattn.policy import Policy, environment_of, read_policy
 from tritonattn.spec import AttentionSpec
 from tritonattn.staging import is_capturing
@@ -101,8 +107,8 @@ def check_backend_name(backend: str) -> None:
     """Raise unless `backend` is "auto" or the name of one."""
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a str, got {type(backend).__name__}")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        get_backend(backend)
 
 
 def asked(backend: str = "auto") -> tuple[str, str]:
@@ -112,8 +118,9 @@ def asked(backend: str = "auto") -> tuple[str, str]:
     if _context.get() != "auto":
         return _context.get(), "use_backend"
     named = env.backend()
-    if named not in ("auto", *BACKENDS):
-        raise ValueError(f"TRITONATTN_BACKEND must be one of {BACKENDS}, got {named!r}")
+    if named != "auto" and not is_backend(named):
+        allowed = (*BACKENDS, *FLASHINFER_KERNELS)
+        raise ValueError(f"TRITONATTN_BACKEND must be one of {allowed}, got {named!r}")
     return (named, "TRITONATTN_BACKEND") if named != "auto" else ("auto", "")
 
 
@@ -233,7 +240,8 @@ def settings() -> tuple[str, str, Policy | None]:
 def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
     decision = decide(_request(spec, backend))
-    backends = {name: get_backend(name) for name in BACKENDS}
+    names = dict.fromkeys((*BACKENDS, decision.backend))
+    backends = {name: get_backend(name) for name in names}
     verdicts = {name: one.refusal(spec) or f"accepts{one.caveat}" for name, one in backends.items()}
     if decision.refusal is not None:
         return Explanation(None, f"{decision.reason}: {decision.refusal}", verdicts)

@@ -16,6 +16,8 @@ from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
 
 BACKENDS = ("triton", "flashinfer", "reference")
+# "flashinfer" takes the one that suits a step; these are for who wants to know it better.
+FLASHINFER_KERNELS = tuple(f"flashinfer:{name}" for name in ("decode", "tc", "fa2", "fa3", "xqa"))
 
 
 class UnsupportedError(ValueError):
@@ -83,11 +85,19 @@ class Backend(Protocol):
         """Write the rows of `call.out` (and `call.lse`) that belong to requests."""
 
 
+def is_backend(name: str) -> bool:
+    """Return whether a name is a backend's, or `flashinfer:` and one of its kernels."""
+    return name in BACKENDS or name in FLASHINFER_KERNELS
+
+
 def get_backend(name: str) -> Backend:
     """Return a backend by name; raise `ValueError` for an unknown one."""
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {name!r}")
-    backend: Backend = importlib.import_module(f"tritonattn.backends.{name}").BACKEND
+    if not is_backend(name):
+        allowed = ("auto", *BACKENDS, *FLASHINFER_KERNELS)
+        raise ValueError(f"backend must be one of {allowed}, got {name!r}")
+    base, _, kernel = name.partition(":")
+    module = importlib.import_module(f"tritonattn.backends.{base}")
+    backend: Backend = module.with_kernel(kernel) if kernel else module.BACKEND
     return backend
 
 

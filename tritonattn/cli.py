@@ -27,6 +27,7 @@ COMMANDS = {
     "sweep": ("tritonattn.perf.sweep", "a suite of performance cases, with every peer there is"),
     "report": ("tritonattn.perf.report", "what sweeps found, as Markdown, a page and pictures"),
     "compare": ("tritonattn.perf.compare", "two sets of sweeps, or this checkout with a commit"),
+    "tune": ("tritonattn.perf.tune", "measure which backend is faster where, write the policy"),
     "info": ("tritonattn.info", "versions, devices, backends and settings"),
 }
 

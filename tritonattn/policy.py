@@ -91,9 +91,14 @@ class Policy:
 
 def op_of(spec: AttentionSpec) -> str:
     """Return what kind of step a call is, as far as its static facts say."""
-    if spec.max_q_len <= 1:
+    return op_of_lengths(spec.max_q_len)
+
+
+def op_of_lengths(max_q_len: int) -> str:
+    """Return the op of a step whose longest query has so many tokens."""
+    if max_q_len <= 1:
         return "decode"
-    return "short" if spec.max_q_len <= 8 else "prefill"
+    return "short" if max_q_len <= 8 else "prefill"
 
 
 def _distance(entry: Entry, spec: AttentionSpec) -> float | None:

@@ -13,6 +13,7 @@ from tritonattn.perf.providers import (
     ATTENTION_KINDS,
     ORACLE,
     OURS,
+    PEER,
     Call,
     Layer,
     Prepared,
@@ -42,13 +43,13 @@ def _features(step: Step) -> dict[str, Any]:
     return {"window_left": case.window_left, "logits_soft_cap": case.logits_soft_cap}
 
 
-def _refusal(step: AnyStep) -> str | None:
+def _refusal(step: AnyStep, backend: str = "triton") -> str | None:
     if not isinstance(step, Step):
         return None
     layer = step.layers[0]
     options = _metadata(step) | _features(step)
-    verdict = tritonattn.explain(layer.q, layer.kv_cache, **options).verdicts["triton"]
-    return None if verdict.startswith("accepts") else verdict
+    explained = tritonattn.explain(layer.q, layer.kv_cache, **options, backend=backend)
+    return None if explained.backend else explained.verdicts[backend]
 
 
 def _graph_refusal(step: AnyStep) -> str | None:
@@ -61,14 +62,14 @@ def _prepare(step: AnyStep) -> Prepared:
     return _prepare_attention(step) if isinstance(step, Step) else prepare_ours(step)
 
 
-def _prepare_attention(step: Step) -> Prepared:
+def _prepare_attention(step: Step, backend: str = "triton") -> Prepared:
     first = step.layers[0]
     plans: list[Any] = []
 
     def plan() -> None:
         # Stated: the automatic choice may be a peer.
         plans[:] = [
-            tritonattn.plan_attention(first.q, first.kv_cache, **_metadata(step), backend="triton")
+            tritonattn.plan_attention(first.q, first.kv_cache, **_metadata(step), backend=backend)
         ]
 
     def bind(layer: Layer) -> Call:
@@ -83,6 +84,14 @@ def _prepare_attention(step: Step) -> Prepared:
         )
 
     return Prepared(bind, plan)
+
+
+def through(backend: str) -> Provider:
+    """Return a provider of a backend of this library, by the way that dispatch takes."""
+    return Provider(
+        backend, OURS if backend == "triton" else PEER, ATTENTION_KINDS,
+        partial(_prepare_attention, backend=backend), partial(_refusal, backend=backend),
+    )  # fmt: skip
 
 
 def _reference_refusal(step: Step) -> str | None:

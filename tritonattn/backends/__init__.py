@@ -6,6 +6,7 @@ lives in the module of its name and is imported when first asked for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -90,6 +91,7 @@ def is_backend(name: str) -> bool:
     return name in BACKENDS or name in FLASHINFER_KERNELS
 
 
+@functools.cache
 def get_backend(name: str) -> Backend:
     """Return a backend by name; raise `ValueError` for an unknown one."""
     if not is_backend(name):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planted_faults_perf import PERF_FAULTS
+from planted_faults_stage import STAGE_FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A named test takes seconds; one that takes longer to fail is not worth naming.
@@ -324,7 +325,7 @@ FAULTS = [
         "torch.where(pages >= 0, lengths, 0)",
         "tests/test_page.py::test_seq_lens_of_requests_without_pages",
     ),
-    *(Fault(*fault) for fault in PERF_FAULTS),
+    *(Fault(*fault) for fault in PERF_FAULTS + STAGE_FAULTS),
 ]
 
 

@@ -101,7 +101,7 @@ def test_a_stage_holds_whatever_is_within_its_capacity(
         max_q_len=min(q_len, tokens),
     )
     # As many programs as a large GPU has room for: the interpreter's one never splits a request.
-    with mock.patch.object(plan_op, "split_programs", lambda spec: 528):
+    with mock.patch.object(plan_op, "split_programs", return_value=528):
         bound = get_backend("triton").workspace_bytes(spec)
         assert plan_op.workspace_bytes(smaller) <= bound.step
         assert decode_op.workspace_bytes(smaller) <= bound.call

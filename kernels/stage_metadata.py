@@ -3,7 +3,8 @@
     layout   qo_indptr [batch + 1], seq_lens [batch], block_table [batch, width] or CSR
                  -> the same at capacity, the table dense [max_batch, max_pages], all int32
     grid     one lane an entry of the target table, capacity only
-    method   copy what is there; pad requests with no query tokens and no keys, entries with -1
+    method   copy what is there; pad requests with no query tokens and no keys, entries with -1;
+             clamp a length to what its own row holds, which the wider target no longer tells
 
 The target stays what a captured graph reads: every entry is written at every launch, so nothing of
 a larger batch is left behind.
@@ -42,6 +43,7 @@ def stage_metadata_kernel(
     stride_row,
     max_batch,
     max_pages,
+    PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -52,18 +54,22 @@ def stage_metadata_kernel(
     mask = request < max_batch
     live = request < batch_size
     if IS_CSR:
-        begin = tl.load(indptr_ptr + request, mask=live, other=0)
+        begin = tl.maximum(tl.load(indptr_ptr + request, mask=live, other=0), 0)
         end = tl.load(indptr_ptr + request + 1, mask=live, other=0)
-        at = tl.maximum(begin, 0).to(tl.int64) + column
-        used = live & (at < tl.minimum(end, width))
+        pages = tl.maximum(tl.minimum(end, width) - begin, 0)
+        at = begin.to(tl.int64) + column
     else:
+        pages = width + 0 * request
         at = request.to(tl.int64) * stride_row + column
-        used = live & (column < width)
+    pages = tl.minimum(pages, max_pages)
+    used = live & (column < pages)
     page = tl.load(page_ids_ptr + at, mask=used, other=-1)
     tl.store(table_out_ptr + entry, page, mask=mask)
 
     first = mask & (column == 0)
-    seq_len = tl.load(seq_lens_ptr + request, mask=first & live, other=0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=first & live, other=0).to(tl.int64)
+    room = pages.to(tl.int64) * PAGE_SIZE
+    seq_len = tl.minimum(tl.maximum(seq_len, 0), room).to(tl.int32)
     tl.store(seq_lens_out_ptr + request, seq_len, mask=first)
     # Past the batch every request begins and ends where the last one ended.
     start = tl.load(qo_indptr_ptr + tl.minimum(request, batch_size), mask=first, other=0)
@@ -104,6 +110,7 @@ def stage_metadata(
             0 if table.is_csr else table.page_ids.stride(0),
             max_batch,
             max_pages,
+            PAGE_SIZE=table.page_size,
             IS_CSR=table.is_csr,
             BLOCK=BLOCK,
         )

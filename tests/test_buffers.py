@@ -120,6 +120,8 @@ def test_stage_index_out_of_range(index: int) -> None:
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
         ({"max_num_tokens": -1}, "max_num_tokens must be at least 0, got -1"),
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"head_dim": 16.0}, "head_dim must be an int or None, got float"),
+        ({"max_batch_size": 70000, "max_pages_per_request": 70000}, "must be below 2..31"),
         ({"num_kv_heads": 3}, "multiple of num_kv_heads, got 4 and 3"),
         ({"head_dim": 12}, "multiple of 8 from 16 to 256, got 12"),
         ({"dtype": torch.int8}, "float16, bfloat16 or float32, got torch.int8"),
@@ -324,6 +326,58 @@ def test_buffers_of_another_kind(wrong: object) -> None:
         tritonattn.paged_attention(**inputs.arguments(), buffers=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"PipelineBuffers\.allocate\(\.\.\.\)\.stage\(i\)"):
         tritonattn.paged_attention(**inputs.arguments(), buffers=allocate())  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("table", ["dense", "csr"])
+def test_lengths_beyond_a_row_are_clamped_to_it(table: str) -> None:
+    """The stage's table is wider than the caller's: what a row holds must not grow by that."""
+    stage = allocate().stage(0)
+    given: Metadata = {"qo_indptr": int32(0, 1, 2, 3), "seq_lens": int32(20, -4, 9)}
+    if table == "dense":
+        given["block_table"] = int32(3, 4, 5).view(3, 1)
+    else:
+        given |= {"indptr": int32(0, 1, 1, 1), "indices": int32(3)}
+    stage.update(**given)
+    assert stage.seq_lens.tolist()[:3] == ([8, 0, 8] if table == "dense" else [8, 0, 0])
+    inputs = make_inputs(case((1, 1, 1), (17, 17, 17)))
+    cache = torch.randn(inputs.kv_cache.shape).bfloat16()
+    direct = tritonattn.paged_attention(inputs.q[:3], cache, **given)
+    staged = tritonattn.paged_attention(inputs.q[:3], cache, **stage.metadata(3), buffers=stage)
+    assert torch.equal(direct, staged)
+
+
+def test_a_table_without_columns_goes_through_no_stage() -> None:
+    stage = allocate().stage(0)
+    nothing = torch.empty(1, 0, dtype=torch.int32)
+    with pytest.raises(ValueError, match="block_table has no columns"):
+        stage.update(qo_indptr=int32(0, 1), seq_lens=int32(8), block_table=nothing)
+    with pytest.raises(ValueError, match="indices has no entries"):
+        stage.update(qo_indptr=int32(0, 1), seq_lens=int32(8), indptr=int32(0, 0), indices=int32())
+    stage.update(qo_indptr=int32(0, 1), seq_lens=int32(0), block_table=nothing, max_kv_len=0)
+    assert stage.seq_lens.tolist() == [0] * 6
+
+
+@pytest.mark.skipif(not env.INTERPRET, reason="the reference has no work lists")
+def test_a_plan_of_the_step_before_is_refused() -> None:
+    stage = allocate().stage(0)
+    inputs = make_inputs(CASES[0])
+    stage.update(**metadata(inputs))
+    plan = tritonattn.plan_attention(inputs.q, inputs.kv_cache, **stage.metadata(3), buffers=stage)
+    tritonattn.paged_attention(inputs.q, inputs.kv_cache, plan=plan)
+    stage.update(**metadata(inputs))
+    with pytest.raises(ValueError, match="planned anew or updated since this plan was made"):
+        tritonattn.paged_attention(inputs.q, inputs.kv_cache, plan=plan)
+
+
+def test_a_stage_is_not_its_own_source() -> None:
+    stage = allocate().stage(0)
+    stage.update(**update_arguments())
+    before = [tensor.clone() for tensor in stage.metadata().values()]
+    with pytest.raises(ValueError, match="qo_indptr lies in the buffers themselves"):
+        stage.update(**stage.metadata(1))
+    after = stage.metadata().values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_capture_needs_a_gpu() -> None:

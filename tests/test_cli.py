@@ -250,7 +250,12 @@ def test_size_of_stage_buffers(capsys: pytest.CaptureFixture[str]) -> None:
         num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16,
         device="cpu",
     )  # fmt: skip
-    assert shown == {"bytes": size, "bytes of a stage": size // 4, "MiB": round(size / 2**20, 2)}
+    assert shown == {
+        "device": "cpu",
+        "bytes": size,
+        "bytes of a stage": size // 4,
+        "MiB": round(size / 2**20, 2),
+    }
     # Tables alone take batch x pages x 4 bytes in each stage.
     assert size > 4 * 512 * 2048 * 4
 

@@ -34,7 +34,7 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Start and end without a choice of the environment or a policy."""
     for name in ("TRITONATTN_BACKEND", "TRITONATTN_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    for cached in (dispatch.decide, dispatch._policy_of_environment):
+    for cached in (dispatch.decide, dispatch._policy_of_environment, dispatch._log_once):
         cached.cache_clear()
     yield
     load_policy(None)
@@ -142,7 +142,9 @@ def test_a_policy_gives_way_and_says_so_once(
 ) -> None:
     load_policy(written(tmp_path / "p.json", entry()))
     with caplog.at_level(logging.INFO, "tritonattn"):
-        assert [dispatch.choose(SPEC) for _ in range(5)] == ["triton"] * 5
+        # Another number of rows is another call, but no news.
+        for total_q in (8, 9, 10, 8):
+            assert dispatch.choose(dataclasses.replace(SPEC, total_q=total_q)) == "triton"
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith("auto falls back to triton: the flashinfer backend needs CUDA")
     assert dispatch.explain_spec(SPEC).backend == "triton"
@@ -212,6 +214,13 @@ def test_a_policy_comes_back_from_its_file(tmp_path: Path) -> None:
     assert load_policy(None) is dispatch.current_policy() is None
 
 
+def policy_text(changes: dict[str, Any], gpu: str = "none", whole: bool = True) -> str:
+    """Return the text of a policy with one entry."""
+    one = dataclasses.asdict(entry()) | changes if whole else changes
+    environment = {"gpu": gpu} if gpu else {}
+    return json.dumps({"format": 1, "environment": environment, "entries": [one]})
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -219,11 +228,15 @@ def test_a_policy_comes_back_from_its_file(tmp_path: Path) -> None:
         ("[]", "is no policy"),
         ("{}", "is no policy: 'format'"),
         (json.dumps({"format": 2, "environment": {}, "entries": []}), "its format is 2, 1 is"),
-        (json.dumps({"format": 1, "environment": {}, "entries": [{"op": "decode"}]}), "no policy"),
-        (json.dumps({"format": 1, "environment": {}, "entries": [
-            dataclasses.asdict(entry()) | {"us": {}}]}), "has no times"),
-        (json.dumps({"format": 1, "environment": {}, "entries": [
-            dataclasses.asdict(entry()) | {"us": {"triton": 0.0}}]}), "has no times"),
+        (policy_text({"op": "decode"}, whole=False), "is no policy"),
+        (policy_text({}, gpu=""), "does not say which GPU"),
+        (policy_text({"us": {}}), "has no times"),
+        (policy_text({"us": {"triton": 0.0}}), "has no times"),
+        (policy_text({"us": {"triton": float("inf")}}), "has no times"),
+        (policy_text({"us": {"cutlass": 1.0}}), r"names the backends \['cutlass'\]"),
+        (policy_text({"batch_size": "2"}), "no positive integer"),
+        (policy_text({"num_qo_heads": None}), "no positive integer"),
+        (policy_text({"op": "decoding"}), "an op or a dtype that is unknown"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_policy(tmp_path: Path, content: str, said: str) -> None:
@@ -262,6 +275,22 @@ def test_a_policy_of_the_environment(
     assert dispatch.choose(SPEC) == "flashinfer"
     load_policy(written(tmp_path / "q.json", entry(us={"triton": 1.0, "flashinfer": 2.0})))
     assert dispatch.choose(SPEC) == "triton"
+
+
+@INTERPRETED
+def test_a_file_of_the_environment_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONATTN_POLICY", "/nowhere/policy.json")
+    explained = dispatch.explain_spec(SPEC)
+    assert explained.backend == dispatch.choose(SPEC) == "triton"
+    assert "TRITONATTN_POLICY is ignored: /nowhere/policy.json is no policy" in explained.reason
+
+
+@INTERPRETED
+def test_a_warm_up_chooses_as_its_capture(tmp_path: Path, willing: None) -> None:
+    load_policy(written(tmp_path / "p.json", entry()))
+    with dispatch.for_graphs():
+        assert dispatch.choose(SPEC) == "triton"
+    assert dispatch.choose(SPEC) == "flashinfer"
 
 
 @INTERPRETED

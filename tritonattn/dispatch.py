@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _installed: list[Policy] = []  # at most one
 
 _context: ContextVar[str] = ContextVar("tritonattn_backend", default="auto")
+_for_graphs: ContextVar[bool] = ContextVar("tritonattn_for_graphs", default=False)
 _record: ContextVar[list[Choice] | None] = ContextVar("tritonattn_record", default=None)
 
 
@@ -157,8 +158,13 @@ def _by_policy(request: Request, policy: Policy) -> tuple[str, str]:
         refusal = f"{name} plans on the host, which a CUDA graph cannot repeat"
     if refusal is None:
         return name, measured
-    _log.info("auto falls back to triton: %s; %s", refusal, measured)
+    _log_once(f"auto falls back to triton: {refusal}; {measured}")
     return "triton", f"auto falls back to triton: {refusal}; {measured}"
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.warning(message)
 
 
 def load_policy(path: str | Path | None) -> Policy | None:
@@ -197,13 +203,18 @@ def current_policy() -> Policy | None:
 def _policy_of_environment() -> Policy | None:
     # Once: unlike a name, a file is not looked for in every call.
     path = env.policy()
-    return None if path is None else read_policy(path)
+    if path is None:
+        return None
+    try:
+        return read_policy(path)
+    except ValueError as error:
+        return Policy(str(path), {}, (), problem=f"TRITONATTN_POLICY is ignored: {error}")
 
 
 def _request(spec: AttentionSpec, backend: str, for_graph: bool = False) -> Request:
     name, by = asked(backend)
     policy = current_policy() if name == "auto" else None
-    capturing = policy is not None and (for_graph or is_capturing(spec.device))
+    capturing = policy is not None and (for_graph or _for_graphs.get() or is_capturing(spec.device))
     return Request(spec, name, by, policy, capturing)
 
 
@@ -219,6 +230,16 @@ def choose(spec: AttentionSpec, backend: str = "auto", *, for_graph: bool = Fals
     if record is not None:
         record.append(Choice(spec, backend, decision.backend))
     return decision.backend
+
+
+@contextlib.contextmanager
+def for_graphs() -> Iterator[None]:
+    """Choose as in a capture: for the calls that warm one up."""
+    token = _for_graphs.set(True)
+    try:
+        yield
+    finally:
+        _for_graphs.reset(token)
 
 
 @contextlib.contextmanager

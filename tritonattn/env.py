@@ -68,7 +68,7 @@ def policy() -> Path | None:
 
 def backend() -> str:
     """Return the backend for calls that choose none; "auto" if that is left open."""
-    return os.environ.get("TRITONATTN_BACKEND") or "auto"
+    return os.environ.get("TRITONATTN_BACKEND", "").strip().lower() or "auto"
 
 
 def with_interpreter() -> dict[str, str]:

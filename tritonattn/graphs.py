@@ -34,8 +34,13 @@ class CapturedStep:
 class StageGraphs:
     """The captured steps of a stage; made by `StageBuffers.capture`."""
 
-    def __init__(self, steps: dict[int, CapturedStep]) -> None:
+    def __init__(
+        self, stage: StageBuffers, step: Callable[[int], Any], steps: dict[int, CapturedStep]
+    ) -> None:
         self.steps = dict(sorted(steps.items()))
+        # The graphs read and write what these own.
+        self._kept = (stage, step)
+        self._stage = stage
 
     @property
     def memory_bytes(self) -> dict[int, int]:
@@ -67,6 +72,8 @@ class StageGraphs:
             raise ValueError(f"no graph holds {batch_size} requests: captured are {sizes}")
         if dispatch.settings() != step.settings:
             _check_choices(step)
+        # The replay plans anew: what was planned eagerly on this stage is gone.
+        self._stage.claim(self)
         step.graph.replay()
         return step.result
 
@@ -80,6 +87,8 @@ def capture(
         raise ValueError(f"CUDA graphs need a stage on a GPU, this one is on {stage.device}")
     if is_capturing(stage.device):
         raise ValueError("capture cannot be called inside another capture")
+    if not sizes:
+        raise ValueError("batch_sizes must name at least one size")
     for size in sizes:
         if size < 1:
             raise ValueError(f"batch sizes must be at least 1, got {size}")
@@ -87,14 +96,15 @@ def capture(
     _warm_up(stage.device, sizes, step)
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     # The largest first: the others find memory in its pool.
-    return StageGraphs({size: _capture_one(stage.device, size, step, pool) for size in sizes})
+    captured = {size: _capture_one(stage.device, size, step, pool) for size in sizes}
+    return StageGraphs(stage, step, captured)
 
 
 def _warm_up(device: torch.device, sizes: list[int], step: Callable[[int], Any]) -> None:
     """Compile and load every kernel: a capture must not."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), dispatch.for_graphs():
         for size in sizes:
             step(size)
     torch.cuda.current_stream(device).wait_stream(stream)
@@ -104,9 +114,18 @@ def _capture_one(
     device: torch.device, size: int, step: Callable[[int], Any], pool: Any
 ) -> CapturedStep:
     torch.cuda.synchronize(device)
+    # The capture would do so, and what it gives back is not what the graph takes.
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     graph = torch.cuda.CUDAGraph()
-    with dispatch.record() as choices, torch.cuda.graph(graph, pool=pool):
+    # A stream of this device: torch's own for captures is of the device that was current first.
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with (
+        torch.cuda.device(device),
+        dispatch.record() as choices,
+        dispatch.for_graphs(),
+        torch.cuda.graph(graph, pool=pool, stream=stream),
+    ):
         result = step(size)
     torch.cuda.synchronize(device)
     taken = free - torch.cuda.mem_get_info(device)[0]

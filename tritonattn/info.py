@@ -67,10 +67,15 @@ def size(text: str) -> dict[str, Any]:
     try:
         numbers = {name: int(value) for name, value in given.items() if name != "dtype"}
         total = PipelineBuffers.size_bytes(**numbers, dtype=_DTYPES[given["dtype"]], device=device)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(f"--size: {error}") from error
     stages = numbers["num_stages"]
-    return {"bytes": total, "bytes of a stage": total // stages, "MiB": round(total / 2**20, 2)}
+    return {
+        "device": device,
+        "bytes": total,
+        "bytes of a stage": total // stages,
+        "MiB": round(total / 2**20, 2),
+    }
 
 
 def collect() -> dict[str, Any]:

@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from tritonattn.backends import is_backend
 from tritonattn.spec import AttentionSpec
 
 FORMAT = 1
+OPS = ("decode", "short", "prefill")
 REACH = 2.0  # octaves
 # Below this it is a tie, and ties go to Triton.
 TIE = 1.02
@@ -65,6 +67,7 @@ class Policy:
     source: str
     environment: Mapping[str, str]  # gpu, triton, flashinfer
     entries: tuple[Entry, ...]
+    problem: str = ""  # why it is not used
 
     def nearest(self, spec: AttentionSpec) -> Entry | None:
         """Return the measured case that is nearest to a call, if one is near."""
@@ -79,6 +82,8 @@ class Policy:
 
     def mismatch(self, environment: Mapping[str, str]) -> str | None:
         """Return why the table does not hold elsewhere, as a sentence, or None."""
+        if self.problem:
+            return self.problem
         for name, measured in self.environment.items():
             here = environment.get(name, "nothing")
             if measured != here:
@@ -133,12 +138,27 @@ def read_policy(path: Path | str) -> Policy:
             raise ValueError(f"its format is {data['format']}, {FORMAT} is known")
         environment = {str(name): str(value) for name, value in data["environment"].items()}
         entries = tuple(Entry(**entry) for entry in data["entries"])
+        if "gpu" not in environment:
+            raise ValueError("it does not say which GPU it was measured on")
         for entry in entries:
-            if not entry.us or not all(time > 0 for time in entry.us.values()):
-                raise ValueError(f"{entry} has no times")
+            _check_entry(entry)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no policy: {error}") from error
     return Policy(str(path), environment, entries)
+
+
+def _check_entry(entry: Entry) -> None:
+    numbers = (entry.head_dim, entry.num_qo_heads, entry.num_kv_heads, entry.batch_size)
+    if not all(type(number) is int and number > 0 for number in (*numbers, entry.kv_len)):
+        raise ValueError(f"{entry} has a count that is no positive integer")
+    if entry.op not in OPS or entry.dtype not in _DTYPES.values():
+        raise ValueError(f"{entry} has an op or a dtype that is unknown")
+    times = entry.us.values()
+    if not times or not all(isinstance(t, int | float) and 0 < t < math.inf for t in times):
+        raise ValueError(f"{entry} has no times")
+    unknown = [name for name in entry.us if not is_backend(name)]
+    if unknown:
+        raise ValueError(f"{entry} names the backends {unknown}, which are unknown")
 
 
 def write_policy(path: Path, environment: Mapping[str, str], entries: Sequence[Entry]) -> None:

@@ -25,12 +25,16 @@ from tritonattn import checks, graphs
 from tritonattn.backends import BACKENDS, Workspace, WorkspaceBytes, get_backend
 from tritonattn.implementations import implementation
 from tritonattn.spec import AttentionSpec, check_dtypes, check_head_dim, check_heads
-from tritonattn.staging import check_place, to_device
+from tritonattn.staging import check_place, is_capturing, to_device
 
 if TYPE_CHECKING:
     from tritonattn.graphs import StageGraphs
 
 _ALIGNMENT = 256  # bytes
+_NUMBERS = (
+    "max_batch_size", "max_num_tokens", "max_pages_per_request", "num_qo_heads", "num_kv_heads",
+    "head_dim", "page_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,15 @@ class StageCapacity:
 
     def __post_init__(self) -> None:
         """Refuse what no stage can be."""
-        for name in ("max_batch_size", "max_num_tokens", "max_pages_per_request", "page_size"):
+        for name in _NUMBERS:
             value = checks.as_bound(name, getattr(self, name))
             if not value:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_batch_size * self.max_pages_per_request >= 2**31:
+            raise ValueError(
+                "max_batch_size * max_pages_per_request must be below 2**31, got "
+                f"{self.max_batch_size} * {self.max_pages_per_request}"
+            )
         check_heads(self.num_qo_heads, self.num_kv_heads)
         check_head_dim("head_dim", self.head_dim)
         check_dtypes(self.dtype, self.dtype)
@@ -133,6 +142,7 @@ class StageBuffers:
         block_table: Tensor | None = None,
         indptr: Tensor | None = None,
         indices: Tensor | None = None,
+        max_kv_len: int | None = None,
     ) -> None:
         """Copy a step's metadata into the stage, padded up to its capacity; waits for nothing.
 
@@ -143,13 +153,16 @@ class StageBuffers:
         block_table : Tensor, shape [batch, width], int32
         indptr, indices : Tensor, shape [batch + 1] and [num_entries], int32
             A CSR table instead; it becomes a dense one.
+        max_kv_len : int, optional
+            0 says that a table without columns, or `indices` without entries, is meant.
 
         Notes
         -----
         Each tensor is on the stage's device or on the host, pinned or not. Those on the host are
         copied before the call returns, into pinned memory that is not used again before its
         transfer is over: they may be rewritten at once. Requests past the batch get no query tokens
-        and no keys, entries past a row -1. Asynchronous, on the current stream.
+        and no keys, entries past a row -1; a length beyond its row is clamped to it. A plan that
+        was made from the step before can no longer be used. Asynchronous, on the current stream.
 
         Raises
         ------
@@ -162,6 +175,8 @@ class StageBuffers:
         given |= {name: tensor for name, tensor in table.items() if tensor is not None}
         for name, tensor in given.items():
             check_place(name, tensor, self.device, ndim=2 if name == "block_table" else 1)
+            if tensor.untyped_storage().data_ptr() == self.block_table.untyped_storage().data_ptr():
+                raise ValueError(f"{name} lies in the buffers themselves: write there, or clone it")
         self._check_values(qo_indptr, seq_lens)
         moved = dict(zip(given, to_device(list(given.values()), self.device), strict=True))
         starts = moved.pop("qo_indptr")
@@ -173,9 +188,12 @@ class StageBuffers:
             self.capacity.page_size,
         )
         checks.check_qo_indptr(starts, page_table)
+        checks.check_has_pages(page_table, page_table.batch_size, max_kv_len)
         self._check_batch_size(page_table.batch_size)
         if not page_table.is_csr:
             self._check_pages("block_table has", page_table.width, "columns")
+        if not is_capturing(self.device):
+            self._owner = None
         implementation("stage_metadata", self.device).stage_metadata(
             starts, page_table, self.qo_indptr, self.seq_lens, self.block_table
         )
@@ -233,8 +251,9 @@ class StageBuffers:
         """Raise `ValueError` if another plan has taken the workspace."""
         if self._owner is None or self._owner() is not owner:
             raise ValueError(
-                f"stage {self.index} was planned anew since this plan was made: one stage has one "
-                "step in flight; layers that need plans of their own need stages of their own"
+                f"stage {self.index} was planned anew or updated since this plan was made: one "
+                "stage has one step in flight; layers that need plans of their own need stages of "
+                "their own"
             )
 
     def _check_values(self, qo_indptr: Tensor, seq_lens: Tensor) -> None:

@@ -14,7 +14,12 @@ _CPU = torch.device("cpu")
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream records a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def check_place(name: str, tensor: Tensor, device: torch.device, ndim: int = 1) -> None:

@@ -19,7 +19,9 @@ def stage_metadata(
     qo_indptr_out[: batch_size + 1] = qo_indptr
     qo_indptr_out[batch_size:] = qo_indptr[batch_size]
     seq_lens_out.zero_()
-    seq_lens_out[:batch_size] = table.lengths
+    # A length beyond its own row is clamped: the wider target no longer tells.
+    room = table_out.size(1) * table.page_size
+    seq_lens_out[:batch_size] = table.kv_lens().clamp(max=room).int()
     table_out.fill_(-1)
     for request in range(batch_size):
         row = table.row(request)[: table_out.size(1)]

@@ -38,6 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION_OPS = ("decode", "prefill", "mixed", "speculative", "host")
 BLOCK_OPS = ("copy_blocks", "swap_blocks", "swap_blocks to host", "swap_blocks from host")
 MAX_DRAWN_KV_LEN = 131072
+MAX_REQUESTS = 65536
 
 _GROUP = re.compile(r"(\d+)x(\d+)x(\w+(?:\([^()\s]*\))?)")
 # What a field of a file may be, by its annotation. A bool is no int here.
@@ -180,6 +181,8 @@ def expand_lengths(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 f"lengths must be groups of requests x q tokens x kv tokens, got {group!r}"
             )
         count, q_len = int(match[1]), int(match[2])
+        if count > MAX_REQUESTS:
+            raise ValueError(f"a group must have at most {MAX_REQUESTS} requests, got {count}")
         q_lens += [q_len] * count
         kv_lens += [max(q_len, length) for length in _key_lengths(match[3], count)]
     return tuple(q_lens), tuple(kv_lens)

@@ -9,6 +9,10 @@ import pandas as pd
 from tritonattn.perf import schema, summary
 
 FLOOR = 0.02  # a smaller change is never flagged
+# With fewer runs than this on a side the noise between runs was not seen, and what it may be is
+# assumed: by mode, from runs of one commit on one GPU. Eager times hold the host's as well.
+ENOUGH_RUNS = 3
+UNSEEN = {"graph": 0.15, "eager": 0.5}
 
 SLOWER, FASTER, SAME = "slower", "faster", "same"
 STOPPED, BEGAN = "stopped being ok", "began to be ok"
@@ -38,15 +42,17 @@ def compare(base: Sequence[pd.DataFrame], new: Sequence[pd.DataFrame]) -> pd.Dat
         One row for each case, provider, mode and L2 state of either side. `ratio` is the median of
         `ms_p50` of new over that of base, below 1 where new is faster. `noise` is the largest of
         the widths from p20 to p80 within runs, of the ranges of medians between runs, and of
-        `FLOOR`, relative to the median: a row is slower above `1 + noise` and faster below
-        `1 / (1 + noise)`. A row that is not ok in one run of a side is not ok there; one that was
-        not run, for want of time, is as if it were not there.
+        `FLOOR`, relative to the median; of `UNSEEN` instead if a side has few runs. A row is slower
+        above `1 + noise` and faster below `1 / (1 + noise)`. A row that is not ok in one run of a
+        side is not ok there; one that was not run, for want of time, is as if it were not there.
     """
     sides = [_side(summary.combine(frames)) for frames in (base, new)]
     table = sides[0].merge(sides[1], on=_KEY, how="outer", suffixes=("_base", "_new"), sort=False)
     table["role"] = table["role_new"].fillna(table["role_base"])
     table["ratio"] = table["ms_new"] / table["ms_base"]
-    noise = table[["noise_base", "noise_new"]].astype(float).max(axis=1).clip(lower=FLOOR)
+    few = table[["runs_base", "runs_new"]].min(axis=1) < ENOUGH_RUNS
+    least = table["mode"].map(UNSEEN).fillna(max(UNSEEN.values())).where(few, FLOOR)
+    noise = table[["noise_base", "noise_new"]].astype(float).max(axis=1).clip(lower=least)
     table["noise"] = noise.where(table["ratio"].notna())
     table["verdict"] = [_verdict(row) for row in table.to_dict("records")]
     rank = {verdict: place for place, verdict in enumerate(VERDICTS)}

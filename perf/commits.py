@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +60,23 @@ def sweep_in_turns(
 
 
 @contextmanager
+def _terminated() -> Iterator[None]:
+    """Let a SIGTERM unwind the stack, so that what is temporary goes."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def worktree(commit: str, checkout: Path) -> Iterator[Path]:
     """Check a commit out into a temporary worktree, which is gone afterwards whatever happens."""
     # An installed copy may lie inside some other repository.
@@ -67,7 +86,7 @@ def worktree(commit: str, checkout: Path) -> Iterator[Path]:
     if found.returncode:
         said = found.stderr.strip()
         raise SweepError(f"{commit!r} is no commit of {checkout}" + (f": {said}" if said else ""))
-    with tempfile.TemporaryDirectory(prefix="tritonattn-base-") as parent:
+    with _terminated(), tempfile.TemporaryDirectory(prefix="tritonattn-base-") as parent:
         tree = Path(parent) / "checkout"
         try:
             added = _git(checkout, "worktree", "add", "--detach", str(tree), found.stdout.strip())

@@ -39,12 +39,16 @@ def run(args: argparse.Namespace) -> int:
         sweeps = summary.combine(load.read_sweeps(args.results))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if args.markdown:
-        args.markdown.write_text(markdown.report(sweeps), encoding="utf-8")
-        return OK
     first = args.results[0]
     folder = args.out or (first if first.is_dir() else first.parent)
-    write(sweeps, folder)
+    try:
+        if args.markdown:
+            args.markdown.parent.mkdir(parents=True, exist_ok=True)
+            args.markdown.write_text(markdown.report(sweeps), encoding="utf-8")
+            return OK
+        write(sweeps, folder)
+    except OSError as error:
+        raise UsageError(f"the report cannot be written: {error}") from error
     print(markdown.headline(sweeps))
     print(f"Report: {folder / 'report.html'}, {folder / 'report.md'}")
     return OK

@@ -8,6 +8,7 @@ that tries the way from a case to a report, its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import time
 import uuid
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     useful = [name for name, provider in known.items() if kinds & provider.kinds]
     effort = timing.QUICK if args.quick else timing.FULL
     return Settings(
-        suite=args.suite if args.cases is None else args.cases.stem,
+        suite=args.suite if args.cases is None else _suite_of(args.cases),
         cases=chosen,
         providers=[known[name] for name in dict.fromkeys(args.providers or useful)],
         variants=[(mode, l2) for mode in args.mode or ("graph", "eager")
@@ -122,6 +123,11 @@ def _settings(args: argparse.Namespace) -> Settings:
         effort=effort if gpu else timing.INTERPRETED,
         budget_s=args.budget,
     )  # fmt: skip
+
+
+def _suite_of(path: Path) -> str:
+    """Name the cases of a file; other contents are another suite."""
+    return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
 
 def sweep(settings: Settings, out: Path, *, fresh: bool = False) -> pd.DataFrame:

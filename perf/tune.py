@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         name, margin = entry.winner
         beaten = f", {margin:.2f} times as fast" if len(entry.us) > 1 else ", alone"
         print(f"{entry}: {name}{beaten}")
+    if not gpu:
+        print("Note: times of Triton's interpreter on a CPU: they say nothing about a GPU.")
     print(f"{args.out}: {len(entries)} cases; TRITONATTN_POLICY={args.out} uses it")
     return OK
 

@@ -27,8 +27,8 @@ STAGE_FAULTS = [
     (
         "stage-csr-row-runs-on",
         "kernels/stage_metadata.py",
-        "used = live & (at < tl.minimum(end, width))",
-        "used = live & (at < width)",
+        "pages = tl.maximum(tl.minimum(end, width) - begin, 0)",
+        "pages = width + 0 * request",
         B + "test_update_pads_up_to_capacity",
     ),
     (

@@ -39,10 +39,9 @@ def verdicts(base: list[pd.DataFrame], new: list[pd.DataFrame]) -> dict[str, str
 
 
 def test_changes_beyond_the_floor():
-    base = frames([row(name, 1.0) for name in "abcde"])
-    new = frames(
-        [row(n, ms) for n, ms in zip("abcde", (1.03, 0.97, 1.015, 0.99, 1.0), strict=True)]
-    )
+    base = frames(*[[row(name, 1.0) for name in "abcde"]] * 3)
+    times = (1.03, 0.97, 1.015, 0.99, 1.0)
+    new = frames(*[[row(n, ms) for n, ms in zip("abcde", times, strict=True)]] * 3)
     assert verdicts(base, new) == {"a": "slower", "b": "faster", "c": "same", "d": "same",
                                    "e": "same"}  # fmt: skip
     table = compare.compare(base, new).set_index("case")
@@ -51,19 +50,30 @@ def test_changes_beyond_the_floor():
 
 
 def test_a_wide_run_hides_a_small_change():
-    wide = row("a", 1.0, ms_p20=0.95, ms_p80=1.05)
-    assert verdicts(frames([wide]), frames([row("a", 1.08)])) == {"a": "same"}
-    assert verdicts(frames([row("a", 1.08)]), frames([wide])) == {"a": "same"}
-    assert verdicts(frames([wide]), frames([row("a", 1.12)])) == {"a": "slower"}
+    wide = row("a", 1.0, ms_p20=0.9, ms_p80=1.1)
+    assert verdicts(frames([wide]), frames([row("a", 1.18)])) == {"a": "same"}
+    assert verdicts(frames([row("a", 1.18)]), frames([wide])) == {"a": "same"}
+    assert verdicts(frames([wide]), frames([row("a", 1.22)])) == {"a": "slower"}
     assert compare.compare(frames([wide]), frames([row("a", 1.0)]))["noise"].iat[0] == (
-        pytest.approx(0.1)
+        pytest.approx(0.2)
     )
+
+
+def test_noise_that_few_runs_do_not_show():
+    one, three = frames([row("a", 1.0)]), frames(*[[row("a", 1.0)]] * 3)
+    for base in (one, three):
+        assert verdicts(base, frames([row("a", 1.14)])) == {"a": "same"}
+        assert verdicts(base, frames([row("a", 1.16)])) == {"a": "slower"}
+    eager = frames([row("a", 1.0, mode="eager")])
+    assert verdicts(eager, frames([row("a", 1.45, mode="eager")])) == {"a": "same"}
+    assert verdicts(eager, frames([row("a", 1.55, mode="eager")])) == {"a": "slower"}
+    assert verdicts(three, frames(*[[row("a", 1.05)]] * 3)) == {"a": "slower"}
 
 
 def test_the_range_between_runs_is_noise():
     base = frames([row("a", 1.0)], [row("a", 1.1)], [row("a", 1.05)])
     new = [row("a", 1.12)]
-    table = compare.compare(base, frames(new, new))
+    table = compare.compare(base, frames(new, new, new))
     assert table["ratio"].iat[0] == pytest.approx(1.12 / 1.05)
     assert table["noise"].iat[0] == pytest.approx(0.1 / 1.05)
     assert list(table["verdict"]) == ["same"]
@@ -129,7 +139,7 @@ def test_the_command_fails_where_something_got_worse(
     assert "environments differ in torch: 2.11 against 2.12" in shown
     assert "roof_copy_gbps 1.050" in shown
     assert "below 1, new is faster" in shown
-    assert "|a|triton|graph|cold|0.500|2.0%|1000|500.0|" in shown.replace(" ", "")
+    assert "|a|triton|graph|cold|0.500|15.0%|1000|500.0|" in shown.replace(" ", "")
     assert cli.main(["compare", old, slow]) == cli.FAILED
     shown = capsys.readouterr().out
     assert "## slower" in shown

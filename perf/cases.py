@@ -74,6 +74,8 @@ class StepCase:
         _check_least("window_left", self.window_left, -1)
         _check_least("logits_soft_cap", self.logits_soft_cap, 0)
         heads_of(self.model)
+        if self.op == "decode" and max(self.tokens()[0], default=0) > 1:
+            raise ValueError(f"decode has one query token a request, got lengths {self.lengths!r}")
         if sum(self.tokens()[0]) == 0:
             raise ValueError(f"lengths must have at least one query token, got {self.lengths!r}")
 
@@ -183,6 +185,8 @@ def expand_lengths(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         count, q_len = int(match[1]), int(match[2])
         if count > MAX_REQUESTS:
             raise ValueError(f"a group must have at most {MAX_REQUESTS} requests, got {count}")
+        if match[3].isdecimal() and int(match[3]) < q_len:
+            raise ValueError(f"kv tokens include the q tokens, got {group!r}")
         q_lens += [q_len] * count
         kv_lens += [max(q_len, length) for length in _key_lengths(match[3], count)]
     return tuple(q_lens), tuple(kv_lens)

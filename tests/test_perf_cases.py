@@ -78,10 +78,8 @@ def test_peers_are_the_published_table() -> None:
     [
         ("3x1x1024", (1, 1, 1), (1024, 1024, 1024)),
         ("2x1x40+1x8x12", (1, 1, 8), (40, 40, 12)),
-        ("2x8x5", (8, 8), (8, 8)),  # the queries are keys too
         ("4x1xcycle(1,7,16)", (1, 1, 1, 1), (1, 8, 15, 6)),
         ("3x2xcycle(0,1,100)", (2, 2, 2), (2, 2, 2)),
-        ("1x0x8+1x1x0", (0, 1), (8, 1)),
         ("3x1xuniform(7,7,0)", (1, 1, 1), (7, 7, 7)),
         ("2x1xlognormal(100,0,0)", (1, 1), (100, 100)),
         ("1x1xlognormal(1e9,0,0)", (1,), (MAX_DRAWN_KV_LEN,)),
@@ -295,3 +293,18 @@ def test_roofs_of_a_step() -> None:
     assert blocks.roof_s(Roofs(2.0, 1e9, 1e9)) == pytest.approx(blocks.bytes / 2e9)
     bus = BlockStep(BlockCase("swap_blocks to host", "tiny", 1, 2, 4, 8), CPU)
     assert math.isnan(bus.roof_s(Roofs(1.0, 1.0, 1.0)))  # there is no roof
+
+
+@pytest.mark.parametrize("text", ["2x8x5", "1x0x8+1x1x0"])
+def test_keys_include_the_queries(text: str) -> None:
+    with pytest.raises(ValueError, match="kv tokens include the q tokens"):
+        expand_lengths(text)
+    # A distribution is cut off there.
+    assert expand_lengths("2x8xcycle(1,3,9)")[1] == (8, 8)
+
+
+def test_decode_has_single_tokens() -> None:
+    with pytest.raises(ValueError, match="decode has one query token a request, got lengths '2x3x"):
+        StepCase("decode", "tiny", "2x3x10")
+    with pytest.raises(ValueError, match="at most 65536 requests, got 99999999999"):
+        StepCase("decode", "tiny", "99999999999x1x10")

@@ -339,7 +339,7 @@ def test_kinds() -> None:
     assert kind_of(StepCase("host", "tiny", "4x1x8")) == "decode"
     assert kind_of(StepCase("host", "tiny", "1x8x8")) == "prefill"
     assert kind_of(StepCase("speculative", "tiny", "4x1x8")) == "decode"
-    assert kind_of(StepCase("decode", "tiny", "1x1x8+1x2x8")) == "prefill"
+    assert kind_of(StepCase("host", "tiny", "1x1x8+1x2x8")) == "prefill"
 
 
 def test_a_third_party_registers(monkeypatch: pytest.MonkeyPatch) -> None:

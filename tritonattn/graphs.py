@@ -39,8 +39,7 @@ class StageGraphs:
     ) -> None:
         self.steps = dict(sorted(steps.items()))
         # The graphs read and write what these own.
-        self._kept = (stage, step)
-        self._stage = stage
+        self._stage, self._step = stage, step
 
     @property
     def memory_bytes(self) -> dict[int, int]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from tritonattn.backends.flashinfer import XQA_PAGE_SIZES, XQA_WORKSPACE_BYTES
 from tritonattn.perf.providers import PEER, Call, Layer, Prepared, Provider, register
 from tritonattn.perf.providers.flashinfer import common_refusal, mask_options, workspace
 from tritonattn.perf.steps import Step
 
-XQA_PAGE_SIZES = (16, 32, 64, 128)
-XQA_WORKSPACE_BYTES = 32 << 20
 POD_WORKSPACE_BYTES = 128 << 20
 # Of BatchAttention, for head_dim 128; more need more shared memory than there is.
 MAX_BATCH_ATTENTION_KV_HEADS = 10

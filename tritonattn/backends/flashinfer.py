@@ -27,6 +27,7 @@ from tritonattn.backends import (
 )
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
+from tritonattn.staging import is_capturing
 
 # Others compile, and are wrong or refused: FlashInfer's tiles are whole multiples of 64.
 HEAD_DIMS = (64, 128, 256)
@@ -104,7 +105,7 @@ class FlashInferBackend:
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> FlashInferPlan | None:
         """Plan FlashInfer's wrapper for the requests that have queries; None if there are none."""
-        if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(spec.device):
             raise UnsupportedError(
                 "the flashinfer backend plans on the host and cannot do so in a CUDA graph capture"
             )

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tritonattn.cases import AttentionCase
 from tritonattn.cli import need
+from tritonattn.spec import DTYPES
 
 # name -> (num_qo_heads, num_kv_heads, head_dim), each on one GPU
 MODELS = {
@@ -34,7 +33,6 @@ MODELS = {
     "mha-32": (32, 32, 128),
     "tiny": (4, 2, 16),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION_OPS = ("decode", "prefill", "mixed", "speculative", "host")
 BLOCK_OPS = ("copy_blocks", "swap_blocks", "swap_blocks to host", "swap_blocks from host")
 MAX_DRAWN_KV_LEN = 131072

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tritonattn.backends import UnsupportedError
 from tritonattn.cases import make_inputs, reference_results
-from tritonattn.perf.cases import DTYPES, BlockCase, StepCase, heads_of
+from tritonattn.perf.cases import BlockCase, StepCase, heads_of
 from tritonattn.perf.roofs import Roofs
+from tritonattn.spec import DTYPES
 
 # The layers of a cold run together, in sizes of the L2 cache.
 COLD_L2_SIZES = 4

@@ -17,11 +17,11 @@ from torch import Tensor
 from tritonattn.checks import make_page_table
 from tritonattn.layout import KVCacheLike, PagedKVCache
 from tritonattn.reference import attention as reference
+from tritonattn.spec import DTYPE_NAMES
 
 STORAGES = ("combined", "tuple", "padded", "cross_layer", "interleaved")
 SPARE_PAGES = 3
 SPARE_ROWS = 2
-_DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class AttentionCase:
         return (
             f"b{len(self.q_lens)}-q{max(self.q_lens, default=0)}-kv{max(self.kv_lens, default=0)}"
             f"-p{self.page_size}-h{self.num_qo_heads}/{self.num_kv_heads}-{dims}"
-            f"-{_DTYPE_NAMES[self.dtype]}-{self.kv_layout}-{self.table}-{self.storage}"
+            f"-{DTYPE_NAMES[self.dtype]}-{self.kv_layout}-{self.table}-{self.storage}"
             f"-{'causal' if self.causal else 'full'}"
         )
 

@@ -13,10 +13,10 @@ import torch
 
 from tritonattn import PipelineBuffers, __version__, env
 from tritonattn.cli import UsageError
+from tritonattn.spec import DTYPES
 
 # Distribution names: the peers, and the engines that adapters exist for.
 _PACKAGES = ("torch", "triton", "numpy", "flashinfer-python", "transformers", "vllm", "pandas")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SIZE_NAMES = (
     "num_stages", "max_batch_size", "max_num_tokens", "max_pages_per_request", "num_qo_heads",
     "num_kv_heads", "head_dim", "page_size", "dtype",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         metavar="NAME=VALUE,...",
         help="the size of PipelineBuffers.allocate with these arguments instead, such as "
-        f"{SIZE_EXAMPLE}; dtype is {', '.join(_DTYPES)}",
+        f"{SIZE_EXAMPLE}; dtype is {', '.join(DTYPES)}",
     )
 
 
@@ -62,11 +62,11 @@ def size(text: str) -> dict[str, Any]:
             f"--size needs {', '.join(_SIZE_NAMES)}; missing: {', '.join(names) or 'none'}, "
             f"unknown: {', '.join(unknown) or 'none'}"
         )
-    if given["dtype"] not in _DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(_DTYPES)}, got {given['dtype']!r}")
+    if given["dtype"] not in DTYPES:
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {given['dtype']!r}")
     try:
         numbers = {name: int(value) for name, value in given.items() if name != "dtype"}
-        total = PipelineBuffers.size_bytes(**numbers, dtype=_DTYPES[given["dtype"]], device=device)
+        total = PipelineBuffers.size_bytes(**numbers, dtype=DTYPES[given["dtype"]], device=device)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise UsageError(f"--size: {error}") from error
     stages = numbers["num_stages"]

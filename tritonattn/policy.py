@@ -21,14 +21,13 @@ from typing import Any
 import torch
 
 from tritonattn.backends import is_backend
-from tritonattn.spec import AttentionSpec
+from tritonattn.spec import DTYPE_NAMES, DTYPES, AttentionSpec
 
 FORMAT = 1
 OPS = ("decode", "short", "prefill")
 REACH = 2.0  # octaves
 # Below this it is a tie, and ties go to Triton.
 TIE = 1.02
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Policy:
 
     def nearest(self, spec: AttentionSpec) -> Entry | None:
         """Return the measured case that is nearest to a call, if one is near."""
-        op, dtype = op_of(spec), _DTYPES.get(spec.q_dtype)
+        op, dtype = op_of(spec), DTYPE_NAMES.get(spec.q_dtype)
         found = [
             (distance, i)
             for i, entry in enumerate(self.entries)
@@ -151,7 +150,7 @@ def _check_entry(entry: Entry) -> None:
     numbers = (entry.head_dim, entry.num_qo_heads, entry.num_kv_heads, entry.batch_size)
     if not all(type(number) is int and number > 0 for number in (*numbers, entry.kv_len)):
         raise ValueError(f"{entry} has a count that is no positive integer")
-    if entry.op not in OPS or entry.dtype not in _DTYPES.values():
+    if entry.op not in OPS or entry.dtype not in DTYPES:
         raise ValueError(f"{entry} has an op or a dtype that is unknown")
     times = entry.us.values()
     if not times or not all(isinstance(t, int | float) and 0 < t < math.inf for t in times):

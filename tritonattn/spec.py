@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+# By their short names, in case names, files and on the command line.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

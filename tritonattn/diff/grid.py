@@ -24,10 +24,10 @@ from tritonattn.backends import BACKENDS, get_backend
 from tritonattn.cases import AttentionCase, AttentionInputs, make_inputs, reference_results
 from tritonattn.cli import UsageError, need
 from tritonattn.diff import DiffReport, compare, dump_case, load_case, reports_to_frame
+from tritonattn.spec import DTYPES
 
 PEERS = ("flashinfer", "torch")
 PAGE_SIZES = (1, 8, 16, 64)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # (num_qo_heads, num_kv_heads, head_dim): Llama-3 8B, its TP8 shard, Qwen2.5-7B, MHA, SmolLM2,
 # Gemma.
@@ -159,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default: flashinfer where it can run",
     )
     parser.add_argument("--page-size", nargs="+", type=_page_size, default=list(PAGE_SIZES))
-    parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(_DTYPES))
+    parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(DTYPES))
     parser.add_argument("--device", help="default: cuda if there is one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="small shapes (always so on the CPU)")
@@ -200,7 +200,7 @@ def _calls(
         yield _replayed(arguments.replay, device)
         return
     quick = arguments.quick or (device == "cpu" and env.INTERPRET)
-    dtypes = tuple(_DTYPES[name] for name in arguments.dtype)
+    dtypes = tuple(DTYPES[name] for name in arguments.dtype)
     for name in arguments.grid:
         for case in grid(name, tuple(arguments.page_size), dtypes, quick):
             yield f"{name} {case}", case

@@ -295,6 +295,11 @@ def test_large_batch_and_long_context() -> None:
     case = AttentionCase((1,) * 4096, lengths, 8, 1, 128)
     inputs = make_inputs(case, "cuda")
     out, lse = run(inputs, "triton", max_q_len=1)
-    other, other_lse = run(inputs.unpoisoned(), "flashinfer", max_q_len=1)
+    inputs = inputs.unpoisoned()
+    expected, expected_lse = run(inputs, "reference", max_q_len=1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-3)
+    other, other_lse = run(inputs, "flashinfer", max_q_len=1)
     torch.testing.assert_close(out, other, rtol=0, atol=2e-2)
-    torch.testing.assert_close(lse, other_lse, rtol=1e-4, atol=1e-3)
+    # FlashInfer's tensor-core kernels sum weights that are rounded to bf16 (2^-9 of each).
+    torch.testing.assert_close(lse, other_lse, rtol=1e-4, atol=3e-3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tritonattn.backends import AttentionCall, Workspace, flashinfer
+from tritonattn.backends import AttentionCall, Workspace, flashinfer, flashinfer_wrappers
 from tritonattn.cases import AttentionInputs, reference_results
 from tritonattn.checks import make_page_table
 from tritonattn.layout import PagedKVCache, PageTable
@@ -38,6 +38,9 @@ class StandInWrapper:
     use_cuda_graph: bool = False
     use_tensor_cores: bool = False
     backend: str = "auto"
+    paged_kv_indptr_buffer: torch.Tensor | None = None
+    paged_kv_indices_buffer: torch.Tensor | None = None
+    paged_kv_last_page_len_buffer: torch.Tensor | None = None
     kind: str = "decode"
     planned: dict[str, Any] = field(default_factory=dict)
 
@@ -52,11 +55,28 @@ class StandInWrapper:
         assert indptr[0] == qo_indptr[0] == 0
         assert indptr[-1] == indices.numel()
         assert qo_indptr.numel() == indptr.numel() == last_page_len.numel() + 1
+        if self.use_cuda_graph:
+            indptr, indices, last_page_len = self.keep(indptr, indices, last_page_len)
         pages = indptr[1:] - indptr[:-1]
         assert ((last_page_len >= (pages > 0)) & (last_page_len <= page_size)).all()
         assert ((pages > 0) | (last_page_len == 0)).all(), "host and device lengths would differ"
         table = PageTable.csr(indptr, indices, last_page_len, page_size, from_last_page_len=True)
         self.planned = {"qo_indptr": qo_indptr, "table": table, **options}
+
+    def keep(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        """Copy a table into the buffers of graph mode, whose batch size is fixed."""
+        buffers = (
+            self.paged_kv_indptr_buffer, self.paged_kv_indices_buffer,
+            self.paged_kv_last_page_len_buffer,
+        )  # fmt: skip
+        kept = []
+        for buffer, tensor in zip(buffers, given, strict=True):
+            assert buffer is not None
+            assert buffer.dtype == torch.int32
+            kept.append(buffer[: tensor.numel()].copy_(tensor))
+        assert kept[0].numel() == buffers[0].numel(), "the batch size should be fixed"
+        assert kept[2].numel() == buffers[2].numel(), "the batch size should be fixed"
+        return kept
 
     def run(
         self,
@@ -132,10 +152,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandInWrapper]:
         decode=SimpleNamespace(trtllm_batch_decode_with_kv_cache=xqa),
     )
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
-    monkeypatch.setattr(flashinfer, "XQA_WORKSPACE_BYTES", 64)
-    flashinfer._workspace.cache_clear()
-    flashinfer._xqa_workspace.cache_clear()
+    monkeypatch.setattr(flashinfer_wrappers, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer_wrappers, "XQA_WORKSPACE_BYTES", 64)
+    flashinfer_wrappers._of_stream.cache_clear()
     return wrappers
 
 

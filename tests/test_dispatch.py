@@ -15,7 +15,7 @@ import torch
 import tritonattn
 from tritonattn import dispatch, env, load_policy, use_backend
 from tritonattn import policy as policy_module
-from tritonattn.backends import UnsupportedError, get_backend
+from tritonattn.backends import BACKENDS, FLASHINFER_KERNELS, UnsupportedError, get_backend
 from tritonattn.cases import AttentionCase, make_inputs
 from tritonattn.policy import Entry, Policy, read_policy, write_policy
 from tritonattn.spec import AttentionSpec
@@ -110,7 +110,7 @@ def test_an_explicit_choice_does_not_fall_back(how: str, monkeypatch: pytest.Mon
         explained = tritonattn.explain(**{k: v for k, v in arguments.items() if k != "out"})
     assert explained.backend is None
     assert "needs CUDA tensors" in explained.reason
-    assert set(explained.verdicts) == {"triton", "flashinfer", "reference"}
+    assert set(explained.verdicts) == {*BACKENDS, *FLASHINFER_KERNELS}
 
 
 def test_names_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,19 @@ def test_a_policy_gives_way_and_says_so_once(
 
 @INTERPRETED
 def test_a_graph_gets_what_can_plan_in_it(tmp_path: Path, willing: None) -> None:
-    load_policy(written(tmp_path / "p.json", entry()))
+    load_policy(written(tmp_path / "p.json", entry(), entry(op="short")))
     assert dispatch.choose(SPEC) == "flashinfer"
-    assert dispatch.choose(SPEC, for_graph=True) == "triton"
-    request = dispatch.Request(SPEC, "auto", "", dispatch.current_policy(), capturing=True)
-    assert "plans on the host, which a CUDA graph cannot repeat" in dispatch.decide(request).reason
+    for how, spec, why in (
+        ("plain", SPEC, "plans on the host, which a CUDA graph cannot repeat: capture by stage"),
+        ("replanned", dataclasses.replace(SPEC, max_q_len=8), "take their grid from the lengths"),
+    ):
+        request = dispatch.Request(spec, "auto", "", dispatch.current_policy(), how)
+        decision = dispatch.decide(request)
+        assert decision.backend == "triton"
+        assert why in decision.reason
+        refusal = dispatch.decide(dispatch.Request(spec, "flashinfer", "he", None, how)).refusal
+        assert refusal is not None
+        assert why in refusal
 
 
 def test_the_nearest_case() -> None:
@@ -287,10 +295,24 @@ def test_a_file_of_the_environment_that_is_not_there(monkeypatch: pytest.MonkeyP
 
 @INTERPRETED
 def test_a_warm_up_chooses_as_its_capture(tmp_path: Path, willing: None) -> None:
+    load_policy(written(tmp_path / "p.json", entry(), entry(op="short")))
+    short = dataclasses.replace(SPEC, max_q_len=8)
+    assert dispatch.choose(short) == "flashinfer"
+    with dispatch.for_graphs({}):
+        assert dispatch.choose(short) == "triton"
+        # What stage.capture plans anew before each replay may be captured.
+        assert dispatch.choose(SPEC) == "flashinfer"
+
+
+def test_a_planned_step_keeps_its_backend(tmp_path: Path, willing: None) -> None:
+    """Its layers ask nothing, unless they ask for another by name."""
     load_policy(written(tmp_path / "p.json", entry()))
-    with dispatch.for_graphs():
-        assert dispatch.choose(SPEC) == "triton"
-    assert dispatch.choose(SPEC) == "flashinfer"
+    assert dispatch.choose(SPEC, planned="reference") == "reference"
+    assert dispatch.choose(SPEC, "triton" if env.INTERPRET else "flashinfer", "reference") != (
+        "reference"
+    )
+    with use_backend("flashinfer"):
+        assert dispatch.choose(SPEC, planned="reference") == "flashinfer"
 
 
 @INTERPRETED

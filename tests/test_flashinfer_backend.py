@@ -18,7 +18,7 @@ from tests.flashinfer_stand_in import (
     make_call,
     run,
 )
-from tritonattn.backends import UnsupportedError, flashinfer
+from tritonattn.backends import UnsupportedError, flashinfer, flashinfer_package
 from tritonattn.cases import AttentionCase, make_inputs, reference_results
 from tritonattn.reference import attention as reference
 
@@ -154,14 +154,14 @@ def test_flashinfer_that_cannot_be_imported(
 ) -> None:
     """Absent or broken: a refusal with the reason, not an error."""
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    real = flashinfer.importlib.import_module
+    real = flashinfer_package.importlib.import_module
 
     def fail(name: str, *arguments: Any) -> Any:
         if name == "flashinfer":
             raise error
         return real(name, *arguments)
 
-    monkeypatch.setattr(flashinfer.importlib, "import_module", fail)
+    monkeypatch.setattr(flashinfer_package.importlib, "import_module", fail)
     reason = flashinfer.BACKEND.refusal(SPEC)
     assert reason is not None
     assert f"cannot be imported ({type(error).__name__}: {error})" in reason

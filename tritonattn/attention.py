@@ -208,7 +208,8 @@ def paged_attention(
         buffers=buffers,
         batch_invariant=batch_invariant,
     )
-    name = dispatch.choose(spec, plan.backend if backend == "auto" else backend)
+    asked = plan.backend if backend == "auto" else backend
+    name = dispatch.choose(spec, asked, plan.planned_by(spec))
     out, lse = checks.make_results(q, spec.head_dim_vo, out, lse, return_lse)
     if env.validate_values():
         checks.check_values(spec, plan.qo_indptr, plan.table, cache)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from tritonattn import env
 from tritonattn.backends import (
     BACKENDS,
     FLASHINFER_KERNELS,
+    GraphPlan,
     UnsupportedError,
     get_backend,
     is_backend,
@@ -35,7 +36,9 @@ _log = logging.getLogger(__name__)
 _installed: list[Policy] = []  # at most one
 
 _context: ContextVar[str] = ContextVar("tritonattn_backend", default="auto")
-_for_graphs: ContextVar[bool] = ContextVar("tritonattn_for_graphs", default=False)
+# What was planned outside of a graph that is being captured, by call; None if none is.
+GraphPlans = MutableMapping[Any, GraphPlan | None]
+_graph_plans: ContextVar[GraphPlans | None] = ContextVar("tritonattn_graph_plans", default=None)
 _record: ContextVar[list[Choice] | None] = ContextVar("tritonattn_record", default=None)
 
 
@@ -46,7 +49,8 @@ class Request(NamedTuple):
     asked: str  # a backend, or "auto"
     asked_by: str  # who asked for it, empty for "auto"
     policy: Policy | None = None  # for "auto"
-    capturing: bool = False  # a CUDA graph, whose plans must be made on the device
+    # A CUDA graph that is being captured; "replanned": with plans that its replays make anew.
+    graph: Literal["", "plain", "replanned"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,15 @@ def decide(request: Request) -> Decision:
         name, reason = "triton", "auto is triton without a measured policy"
     else:
         name, reason = _by_policy(request, request.policy)
-    return Decision(name, reason, get_backend(name).refusal(request.spec))
+    return Decision(name, reason, _refusal(request, name))
+
+
+def _refusal(request: Request, name: str) -> str | None:
+    backend = get_backend(name)
+    refusal = backend.refusal(request.spec)
+    if refusal is None and request.graph:
+        return backend.graph_refusal(request.spec, request.graph == "replanned")
+    return refusal
 
 
 def _by_policy(request: Request, policy: Policy) -> tuple[str, str]:
@@ -153,9 +165,7 @@ def _by_policy(request: Request, policy: Policy) -> tuple[str, str]:
     )
     if name == "triton":
         return name, measured
-    refusal = get_backend(name).refusal(request.spec)
-    if refusal is None and request.capturing:
-        refusal = f"{name} plans on the host, which a CUDA graph cannot repeat"
+    refusal = _refusal(request, name)
     if refusal is None:
         return name, measured
     _log_once(f"auto falls back to triton: {refusal}; {measured}")
@@ -211,35 +221,50 @@ def _policy_of_environment() -> Policy | None:
         return Policy(str(path), {}, (), problem=f"TRITONATTN_POLICY is ignored: {error}")
 
 
-def _request(spec: AttentionSpec, backend: str, for_graph: bool = False) -> Request:
-    name, by = asked(backend)
+def _request(spec: AttentionSpec, name: str, by: str) -> Request:
     policy = current_policy() if name == "auto" else None
-    capturing = policy is not None and (for_graph or _for_graphs.get() or is_capturing(spec.device))
-    return Request(spec, name, by, policy, capturing)
+    if name == "triton" or (name == "auto" and policy is None):
+        return Request(spec, name, by)
+    if _graph_plans.get() is not None:
+        return Request(spec, name, by, policy, "replanned")
+    return Request(spec, name, by, policy, "plain" if is_capturing(spec.device) else "")
 
 
-def choose(spec: AttentionSpec, backend: str = "auto", *, for_graph: bool = False) -> str:
+def choose(spec: AttentionSpec, backend: str = "auto", planned: str | None = None) -> str:
     """Return the backend for a call; raise `UnsupportedError` with the reason if it refuses.
 
-    `for_graph` asks as if a CUDA graph were being captured.
+    `planned`: that which has planned the call's step. It stays unless another is asked for.
     """
-    decision = decide(_request(spec, backend, for_graph))
-    if decision.refusal is not None:
-        raise UnsupportedError(decision.refusal)
+    name, by = asked(backend)
+    if planned is not None and name in ("auto", planned):
+        chosen = planned
+    else:
+        decision = decide(_request(spec, name, by))
+        if decision.refusal is not None:
+            raise UnsupportedError(decision.refusal)
+        chosen = decision.backend
     record = _record.get()
     if record is not None:
-        record.append(Choice(spec, backend, decision.backend))
-    return decision.backend
+        record.append(Choice(spec, backend, chosen))
+    return chosen
 
 
 @contextlib.contextmanager
-def for_graphs() -> Iterator[None]:
-    """Choose as in a capture: for the calls that warm one up."""
-    token = _for_graphs.set(True)
+def for_graphs(plans: GraphPlans) -> Iterator[None]:
+    """Choose and plan for a graph whose replays make anew what is planned outside of it.
+
+    `plans` is filled by the calls that warm a capture up; those in the capture find theirs there.
+    """
+    token = _graph_plans.set(plans)
     try:
         yield
     finally:
-        _for_graphs.reset(token)
+        _graph_plans.reset(token)
+
+
+def graph_plans() -> GraphPlans | None:
+    """Return the plans of the graph that a call is for, if it is for one."""
+    return _graph_plans.get()
 
 
 @contextlib.contextmanager
@@ -260,9 +285,8 @@ def settings() -> tuple[str, str, Policy | None]:
 
 def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
-    decision = decide(_request(spec, backend))
-    names = dict.fromkeys((*BACKENDS, decision.backend))
-    backends = {name: get_backend(name) for name in names}
+    decision = decide(_request(spec, *asked(backend)))
+    backends = {name: get_backend(name) for name in (*BACKENDS, *FLASHINFER_KERNELS)}
     verdicts = {name: one.refusal(spec) or f"accepts{one.caveat}" for name, one in backends.items()}
     if decision.refusal is not None:
         return Explanation(None, f"{decision.reason}: {decision.refusal}", verdicts)

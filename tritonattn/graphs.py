@@ -1,7 +1,9 @@
 """CUDA graphs of a stage, one for each batch size: captured once, replayed for any step that fits.
 
-Nothing is planned on the host between replays: the graphs read the stage's metadata where it
-stands. What was chosen at the capture stays chosen, as a graph cannot change its mind.
+Our kernels need nothing from the host between replays: the graphs plan from the stage's metadata
+where it stands. What plans on the host, FlashInfer, is planned before the capture and again, in
+place, before each replay. What was chosen at the capture stays chosen, as a graph cannot change its
+mind.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tritonattn import dispatch
+from tritonattn.backends import GraphPlan
 from tritonattn.staging import is_capturing
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     result: Any  # what the step returned: tensors that each replay fills
     memory_bytes: int  # that the device had less of after the capture
+    plans: tuple[GraphPlan, ...]  # to be made anew before each replay
     choices: tuple[dispatch.Choice, ...]
     settings: tuple[Any, ...]  # what was asked for then
 
@@ -35,9 +39,14 @@ class StageGraphs:
     """The captured steps of a stage; made by `StageBuffers.capture`."""
 
     def __init__(
-        self, stage: StageBuffers, step: Callable[[int], Any], steps: dict[int, CapturedStep]
+        self,
+        stage: StageBuffers,
+        step: Callable[[int], Any],
+        steps: dict[int, CapturedStep],
+        pool: Any,
     ) -> None:
         self.steps = dict(sorted(steps.items()))
+        self.pool = pool  # of memory, for another capture to share
         # The graphs read and write what these own.
         self._stage, self._step = stage, step
 
@@ -64,6 +73,11 @@ class StageGraphs:
         ValueError
             If no graph holds so many requests, or another backend is asked for than the captured
             one.
+
+        Notes
+        -----
+        Waits for nothing, unless FlashInfer was captured: its plan is made on the host, from
+        lengths that are read from the device.
         """
         step = next((s for size, s in self.steps.items() if size >= batch_size), None)
         if step is None or batch_size < 0:
@@ -71,6 +85,8 @@ class StageGraphs:
             raise ValueError(f"no graph holds {batch_size} requests: captured are {sizes}")
         if dispatch.settings() != step.settings:
             _check_choices(step)
+        for plan in step.plans:
+            plan.replan()
         # The replay plans anew: what was planned eagerly on this stage is gone.
         self._stage.claim(self)
         step.graph.replay()
@@ -92,25 +108,34 @@ def capture(
         if size < 1:
             raise ValueError(f"batch sizes must be at least 1, got {size}")
         stage.metadata(size)
-    _warm_up(stage.device, sizes, step)
+    plans = _warm_up(stage.device, sizes, step)
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     # The largest first: the others find memory in its pool.
-    captured = {size: _capture_one(stage.device, size, step, pool) for size in sizes}
-    return StageGraphs(stage, step, captured)
+    captured = {size: _capture_one(stage.device, size, step, pool, plans[size]) for size in sizes}
+    return StageGraphs(stage, step, captured, pool)
 
 
-def _warm_up(device: torch.device, sizes: list[int], step: Callable[[int], Any]) -> None:
-    """Compile and load every kernel: a capture must not."""
+def _warm_up(
+    device: torch.device, sizes: list[int], step: Callable[[int], Any]
+) -> dict[int, dispatch.GraphPlans]:
+    """Compile and load every kernel, and plan what a capture cannot; return these plans."""
+    plans: dict[int, dispatch.GraphPlans] = {size: {} for size in sizes}
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), dispatch.for_graphs():
+    with torch.cuda.stream(stream):
         for size in sizes:
-            step(size)
+            with dispatch.for_graphs(plans[size]):
+                step(size)
     torch.cuda.current_stream(device).wait_stream(stream)
+    return plans
 
 
 def _capture_one(
-    device: torch.device, size: int, step: Callable[[int], Any], pool: Any
+    device: torch.device,
+    size: int,
+    step: Callable[[int], Any],
+    pool: Any,
+    plans: dispatch.GraphPlans,
 ) -> CapturedStep:
     torch.cuda.synchronize(device)
     # The capture would do so, and what it gives back is not what the graph takes.
@@ -122,18 +147,20 @@ def _capture_one(
     with (
         torch.cuda.device(device),
         dispatch.record() as choices,
-        dispatch.for_graphs(),
+        dispatch.for_graphs(plans),
         torch.cuda.graph(graph, pool=pool, stream=stream),
     ):
         result = step(size)
     torch.cuda.synchronize(device)
     taken = free - torch.cuda.mem_get_info(device)[0]
-    return CapturedStep(size, graph, result, taken, tuple(choices), dispatch.settings())
+    on_host = tuple(plan for plan in plans.values() if plan is not None)
+    return CapturedStep(size, graph, result, taken, on_host, tuple(choices), dispatch.settings())
 
 
 def _check_choices(step: CapturedStep) -> None:
     for choice in step.choices:
-        now = dispatch.choose(choice.spec, choice.argument, for_graph=True)
+        with dispatch.for_graphs({}):
+            now = dispatch.choose(choice.spec, choice.argument)
         if now != choice.backend:
             raise ValueError(
                 f"the graph for {step.batch_size} requests was captured with {choice.backend}, now "

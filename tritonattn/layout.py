@@ -213,6 +213,11 @@ class PageTable:
         """Whether the rows are given by `indptr`."""
         return self.indptr is not None
 
+    def addresses(self) -> tuple[int, ...]:
+        """Return where its tensors lie."""
+        tensors = (self.page_ids, self.indptr, self.lengths)
+        return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+
     @property
     def batch_size(self) -> int:
         """Number of requests."""

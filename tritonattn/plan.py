@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tritonattn import dispatch
 from tritonattn.backends import Workspace, get_backend
 from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
@@ -17,7 +18,8 @@ class AttentionPlan:
 
     A backend's part is made at most once, on the stream that is current then: by `plan_attention`
     when it knows the geometry of the layers, otherwise by the first layer. For replay in a CUDA
-    graph it must happen inside the capture.
+    graph it must happen inside the capture; what a backend cannot plan there is planned before, by
+    the calls that warm the capture up.
     """
 
     def __init__(
@@ -63,12 +65,16 @@ class AttentionPlan:
             features=features,
         )
 
+    def planned_by(self, spec: AttentionSpec) -> str | None:
+        """Return the backend that has planned such a layer, if one has."""
+        if self._made is None or self._made[0] != spec:
+            return None
+        return self._made[1]
+
     def state(self, spec: AttentionSpec, backend: str) -> Any:
         """Return the backend's part, making it at the first call."""
         if self._made is None:
-            workspace = self._workspace if self.stage is None else self.stage.claim(self)
-            made = get_backend(backend).plan(spec, self.table, self.qo_indptr, workspace)
-            self._made = (spec, backend, made)
+            self._made = (spec, backend, self._make(spec, backend))
         elif self._made[:2] != (spec, backend):
             raise ValueError(
                 "one plan serves layers of one geometry on one backend: it was made for "
@@ -77,6 +83,22 @@ class AttentionPlan:
         elif self.stage is not None:
             self.stage.check_owner(self)
         return self._made[2]
+
+    def _make(self, spec: AttentionSpec, name: str) -> Any:
+        backend = get_backend(name)
+        workspace = self._workspace if self.stage is None else self.stage.claim(self)
+        arguments = (spec, self.table, self.qo_indptr, workspace)
+        plans = dispatch.graph_plans()
+        if plans is not None:
+            # By what a replay will read: the same call in the warm-up and in the capture.
+            addresses = (self.qo_indptr.data_ptr(), *self.table.addresses())
+            key = (spec, name, addresses)
+            if key not in plans:
+                plans[key] = backend.plan_for_graph(*arguments)
+            planned = plans[key]
+            if planned is not None:
+                return planned.state
+        return backend.plan(*arguments)
 
     def check_same_step(
         self, *, causal: bool, stage: StageBuffers | None, **metadata: Tensor | int | None

@@ -210,7 +210,8 @@ class StageBuffers:
         step : callable
             `step(batch_size)` launches the work of a step: `plan_attention(**stage.metadata(
             batch_size), buffers=stage)` and the layers. Called once for each size to compile what
-            it needs, on a stream of its own, then inside the capture.
+            it needs, on a stream of its own, then inside the capture. FlashInfer, which plans on
+            the host, is planned outside the capture and again before each replay.
         pool : optional
             Of an earlier capture, to share its memory.
 

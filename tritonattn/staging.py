@@ -58,6 +58,11 @@ def stage(tensors: Sequence[Tensor]) -> Tensor:
     return block
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    """Copy a host tensor into pinned memory, which torch keeps until its transfers are done."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
 def cut(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a staged block of the shapes of `tensors`."""
     begin, parts = 0, []

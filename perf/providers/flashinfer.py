@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tritonattn.backends.flashinfer import DECODE_GROUP_SIZES, HEAD_DIMS, import_problem
+from tritonattn.backends.flashinfer import DECODE_GROUP_SIZES, HEAD_DIMS
+from tritonattn.backends.flashinfer_package import import_problem
 from tritonattn.perf.providers import (
     ATTENTION_KINDS,
     PEER,

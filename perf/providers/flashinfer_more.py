@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tritonattn.backends.flashinfer import XQA_PAGE_SIZES, XQA_WORKSPACE_BYTES
+from tritonattn.backends.flashinfer import XQA_PAGE_SIZES
+from tritonattn.backends.flashinfer_wrappers import XQA_WORKSPACE_BYTES
 from tritonattn.perf.providers import PEER, Call, Layer, Prepared, Provider, register
 from tritonattn.perf.providers.flashinfer import common_refusal, mask_options, workspace
 from tritonattn.perf.steps import Step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -53,6 +53,8 @@ class Workspace:
 
     step: Tensor | None = None
     call: Tensor | None = None
+    # What a backend takes beside these and keeps as long, by names of its own.
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def check(self, spec: AttentionSpec, needed: WorkspaceBytes) -> None:
         """Raise `ValueError` if it is smaller than a backend needs."""
@@ -65,6 +67,17 @@ class Workspace:
                 )
 
 
+class GraphPlan(Protocol):
+    """A plan that a CUDA graph holds and the host makes anew, in place, before each replay."""
+
+    @property
+    def state(self) -> Any:
+        """Return what `run` needs."""
+
+    def replan(self) -> None:
+        """Plan for the metadata that stands on the device now."""
+
+
 class Backend(Protocol):
     """What dispatch needs from a backend."""
 
@@ -74,6 +87,12 @@ class Backend(Protocol):
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Return why the backend cannot take the call, as a sentence, or None."""
 
+    def graph_refusal(self, spec: AttentionSpec, replans: bool) -> str | None:
+        """Return why a CUDA graph cannot hold the call, or None.
+
+        `replans`: what is planned outside the graph is planned anew before each replay.
+        """
+
     def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
         """Return what a call needs, and any with fewer requests, rows or query tokens."""
 
@@ -81,6 +100,11 @@ class Backend(Protocol):
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> Any:
         """Do the work that all layers of a step share; return what `run` needs of it."""
+
+    def plan_for_graph(
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
+    ) -> GraphPlan | None:
+        """Plan outside a CUDA graph what it cannot plan inside; None if `plan` can be captured."""
 
     def run(self, call: AttentionCall, state: Any) -> None:
         """Write the rows of `call.out` (and `call.lse`) that belong to requests."""

@@ -1,19 +1,19 @@
 """FlashInfer as a backend: the peer to compare with. Imported here only, and only when asked for.
 
-Its planner runs on the host, so `plan` synchronizes and cannot be captured in a CUDA graph. What it
-gets wrong is avoided where possible: requests without queries are left out, tables are rebuilt from
-the lengths, rows that see no key are repaired. What is left: NaN in unread slots of a last page
-reaches the output, and logits below -5e4 (log2) count as masked.
+Its planner runs on the host, so `plan` synchronizes and cannot be captured in a CUDA graph;
+`StageBuffers.capture` plans before each replay instead, which only its decode kernels allow. What
+it gets wrong is avoided where possible: requests without queries are left out, tables are rebuilt
+from the lengths, rows that see no key are repaired. What is left: NaN in unread slots of a last
+page reaches the output, and logits below -5e4 (log2) count as masked.
+
+What is installed is judged in `flashinfer_package`, its wrappers are planned in
+`flashinfer_wrappers`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ from tritonattn.backends import (
     WorkspaceBytes,
     missing_features,
 )
+from tritonattn.backends.flashinfer_package import import_problem
+from tritonattn.backends.flashinfer_wrappers import (
+    FlashInferGraphPlan,
+    FlashInferPlan,
+    mask_of,
+    pages_of,
+    planned_wrapper,
+    query_rows,
+    starts_of,
+)
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
 from tritonattn.staging import is_capturing
@@ -33,33 +43,13 @@ from tritonattn.staging import is_capturing
 HEAD_DIMS = (64, 128, 256)
 # Of its decode kernel without tensor cores.
 DECODE_GROUP_SIZES = (1, 2, 3, 4, 8)
-VERSIONS = ("0.6.", "0.7.")
-TESTED = "0.6.13"
-# What is called by keyword, looked for in other versions before they are trusted.
-_PLANNED = {"q_data_type", "kv_data_type", "sm_scale"}
-_RUN = {"q_scale", "out", "lse", "return_lse"}
-_CALLED = {
-    "BatchDecodeWithPagedKVCacheWrapper.plan": _PLANNED,
-    "BatchDecodeWithPagedKVCacheWrapper.run": _RUN,
-    "BatchPrefillWithPagedKVCacheWrapper.plan": _PLANNED | {"causal"},
-    "BatchPrefillWithPagedKVCacheWrapper.run": _RUN,
-}
-WORKSPACE_BYTES = 384 * 1024 * 1024
-
-
 # Shorter queries leave most of fa3's tile empty: fa2 is the faster one there.
 FA3_MIN_Q_LEN = 64
 XQA_PAGE_SIZES = (16, 32, 64, 128)
-XQA_WORKSPACE_BYTES = 32 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class FlashInferPlan:
-    """A planned FlashInfer wrapper and the rows of q that it is for."""
-
-    wrapper: Any
-    rows: slice  # of q and out: those that belong to requests
-    dead: Tensor | None  # [n] int64, device: which of these rows see no key
+_IN_A_CAPTURE = (
+    "the flashinfer backend plans on the host, which a CUDA graph cannot repeat: capture by "
+    "stage.capture, whose graphs plan before each replay"
+)
 
 
 class FlashInferBackend:
@@ -70,8 +60,8 @@ class FlashInferBackend:
     """
 
     caveat = (
-        "; plans on the host, so it synchronizes and a CUDA graph keeps one plan; NaN in unused "
-        "slots of a last page reaches the output"
+        "; plans on the host, so it synchronizes, and each replay of a CUDA graph does; NaN in "
+        "unused slots of a last page reaches the output"
     )
 
     def __init__(self, kernel: str = "auto") -> None:
@@ -97,8 +87,19 @@ class FlashInferBackend:
             or import_problem()
         )
 
+    def graph_refusal(self, spec: AttentionSpec, replans: bool) -> str | None:
+        """Return why a CUDA graph cannot hold the call, or None."""
+        if not replans:
+            return _IN_A_CAPTURE
+        if spec.max_q_len > 1 or self.kernel in ("fa2", "fa3"):
+            return (
+                "FlashInfer's prefill kernels take their grid from the lengths of a step, which a "
+                "CUDA graph cannot: capture decode with max_q_len=1, or take the triton backend"
+            )
+        return None
+
     def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
-        """Return 0: FlashInfer gets a workspace of its own."""
+        """Return 0: FlashInfer's workspace is taken when it is first asked for."""
         return WorkspaceBytes(0, 0)
 
     def plan(
@@ -106,29 +107,33 @@ class FlashInferBackend:
     ) -> FlashInferPlan | None:
         """Plan FlashInfer's wrapper for the requests that have queries; None if there are none."""
         if is_capturing(spec.device):
-            raise UnsupportedError(
-                "the flashinfer backend plans on the host and cannot do so in a CUDA graph capture"
-            )
-        begins, q_lens = _rows(qo_indptr, spec.total_q)
+            raise UnsupportedError(_IN_A_CAPTURE)
+        begins, q_lens = query_rows(qo_indptr, spec.total_q)
         live = (q_lens > 0).nonzero().flatten()
         if not live.numel():
             return None
         q_lens, kv_lens = q_lens[live], table.kv_lens().cpu()[live]
         first = int(begins[live[0]])
-        starts = _starts(q_lens)
-        kernel = _kernel_for(spec, q_lens) if self.kernel == "auto" else self.kernel
-        if kernel == "xqa":
-            wrapper: Any = _Xqa(spec, table, live, kv_lens)
-        else:
-            wrapper = _plan_wrapper(kernel, spec, starts, _csr(table, live, kv_lens))
+        starts = starts_of(q_lens)
+        kernel = _kernel_for(spec, int(q_lens.min()), int(q_lens.max()), self.kernel)
+        pages = pages_of(table, live, kv_lens)
+        wrapper = planned_wrapper(kernel, spec, starts, pages, workspace)
         # Of a causal request with more queries than keys the first queries stand before all keys.
         hidden = (q_lens - kv_lens).clamp(min=0) if spec.causal else q_lens * (kv_lens == 0)
-        dead = _ranges(starts[:-1], hidden)
-        return FlashInferPlan(
-            wrapper,
-            slice(first, first + int(starts[-1])),
-            dead.to(spec.device) if dead.numel() else None,
-        )
+        rows = int(starts[-1])
+        dead = mask_of(starts[:-1], hidden, rows).to(spec.device) if hidden.any() else None
+        return FlashInferPlan(wrapper, slice(first, first + rows), dead)
+
+    def plan_for_graph(
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
+    ) -> FlashInferGraphPlan:
+        """Plan a wrapper that a CUDA graph can hold."""
+        if is_capturing(spec.device):
+            raise UnsupportedError(
+                "the step did not plan this call before its capture: it must do the same each time"
+            )
+        kernel = _kernel_for(spec, 1, 1, self.kernel)
+        return FlashInferGraphPlan(kernel, spec, table, qo_indptr, workspace)
 
     def run(self, call: AttentionCall, state: FlashInferPlan | None) -> None:
         """Write the rows that belong to requests."""
@@ -142,9 +147,13 @@ class FlashInferBackend:
             )
         out = call.out[state.rows]
         lse = None if call.lse is None else call.lse[state.rows]
-        # FlashInfer writes packed rows; `contiguous` returns a packed tensor itself.
-        dense_out = out.contiguous()
-        dense_lse = None if lse is None else lse.contiguous()
+        # FlashInfer writes packed rows, and all of them.
+        own = out.is_contiguous() and state.padding is None
+        dense_out = out if own else torch.empty_like(out, memory_format=torch.contiguous_format)
+        dense_lse = None
+        if lse is not None:
+            own = lse.is_contiguous() and state.padding is None
+            dense_lse = lse if own else torch.empty_like(lse, memory_format=torch.contiguous_format)
         # It was planned with sm_scale 1; q_scale multiplies that.
         state.wrapper.run(
             call.q[state.rows],
@@ -154,17 +163,22 @@ class FlashInferBackend:
             lse=dense_lse,
             return_lse=lse is not None,
         )
-        if state.dead is not None:
-            dense_out.index_fill_(0, state.dead, 0.0)
-        if dense_out is not out:
-            out.copy_(dense_out)
+        _store(out, dense_out, state, 0.0)
         if lse is not None and dense_lse is not None:
             if call.lse_base == "e":
                 dense_lse.mul_(math.log(2.0))
-            if state.dead is not None:
-                dense_lse.index_fill_(0, state.dead, -math.inf)
-            if dense_lse is not lse:
-                lse.copy_(dense_lse)
+            _store(lse, dense_lse, state, -math.inf)
+
+
+def _store(target: Tensor, result: Tensor, state: FlashInferPlan, empty: float) -> None:
+    """Move a result to its place: `empty` for rows that see no key, nothing for padding."""
+    shape = (-1, *(1 for _ in target.shape[1:]))
+    if state.dead is not None:
+        result.masked_fill_(state.dead.view(shape), empty)
+    if state.padding is not None:
+        result = torch.where(state.padding.view(shape), target, result)
+    if result is not target:
+        target.copy_(result)
 
 
 def _kernel_refusal(kernel: str, spec: AttentionSpec) -> str | None:
@@ -180,146 +194,17 @@ def _kernel_refusal(kernel: str, spec: AttentionSpec) -> str | None:
     return None
 
 
-def _kernel_for(spec: AttentionSpec, q_lens: Tensor) -> str:
-    """Return the kernel that was fastest for such lengths in `perf/results/peers-h200`."""
-    if int(q_lens.max()) == 1:
+def _kernel_for(spec: AttentionSpec, min_q_len: int, max_q_len: int, kernel: str) -> str:
+    """Return the kernel asked for, or that which was fastest in `perf/results/peers-h200`."""
+    if kernel != "auto":
+        return kernel
+    if max_q_len == 1:
         return "decode" if spec.group_size == 1 else "tc"
-    return "fa3" if int(q_lens.min()) >= FA3_MIN_Q_LEN and _is_hopper(spec.device) else "fa2"
+    return "fa3" if min_q_len >= FA3_MIN_Q_LEN and _is_hopper(spec.device) else "fa2"
 
 
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def import_problem() -> str | None:
-    """Return why FlashInfer cannot be used in this process, or None."""
-    try:
-        module = importlib.import_module("flashinfer")
-    except Exception as error:  # a broken installation fails in many ways
-        return (
-            f"flashinfer-python cannot be imported ({type(error).__name__}: {error}); "
-            "pip install 'tritonattn[flashinfer]'"
-        )
-    version = str(getattr(module, "__version__", "of unknown number"))
-    if not version.startswith(VERSIONS):
-        return f"flashinfer-python must be {' or '.join(v + 'x' for v in VERSIONS)}, got {version}"
-    return None if version.startswith(TESTED) else _signature_problem(module, version)
-
-
-def _signature_problem(module: Any, version: str) -> str | None:
-    """Return what a version that was not tested lacks of what is called here, or None."""
-    for path, names in _CALLED.items():
-        called = module
-        for part in path.split("."):
-            called = getattr(called, part, None)
-        if called is None:
-            return f"flashinfer-python {version} has no {path}, which {TESTED} has"
-        parameters = inspect.signature(called).parameters
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-            continue
-        missing = sorted(names - set(parameters))
-        if missing:
-            return f"{path} of flashinfer-python {version} has no {', '.join(missing)}"
-    return None
-
-
-def _plan_wrapper(
-    kernel: str, spec: AttentionSpec, starts: Tensor, table: tuple[Tensor, Tensor, Tensor]
-) -> Any:
-    flashinfer = importlib.import_module("flashinfer")
-    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk, spec.page_size)
-    options = {"q_data_type": spec.q_dtype, "kv_data_type": spec.kv_dtype, "sm_scale": 1.0}
-    workspace = _workspace(spec.device)
-    if kernel in ("decode", "tc"):
-        if int(starts[-1]) != starts.numel() - 1:
-            raise UnsupportedError(f"flashinfer:{kernel} takes one query token a request")
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=kernel == "tc"
-        )
-        wrapper.plan(*table, *heads, **options)
-        return wrapper
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
-    wrapper.plan(starts, *table, *heads, causal=spec.causal, **options)
-    return wrapper
-
-
-class _Xqa:
-    """XQA as a wrapper: the table and the lengths of the requests that have queries."""
-
-    def __init__(
-        self, spec: AttentionSpec, table: PageTable, live: Tensor, kv_lens: Tensor
-    ) -> None:
-        indptr, indices, _ = _csr(table, live, kv_lens)
-        pages = (indptr[1:] - indptr[:-1]).long()
-        width = max(int(pages.max()), 1)
-        # Contiguous: a slice of columns would be read with wrong strides.
-        self.block_table = torch.zeros(len(pages), width, dtype=torch.int32, device=spec.device)
-        used = torch.arange(width) < pages[:, None]
-        self.block_table[used.to(spec.device)] = indices
-        self.seq_lens = kv_lens.int().to(spec.device)
-        self.max_kv_len = width * spec.page_size
-        self.workspace = _xqa_workspace(spec.device)
-
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *,
-        q_scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-        return_lse: bool,
-    ) -> None:
-        if return_lse:
-            raise UnsupportedError("flashinfer:xqa gives no LSE: take another backend for it")
-        flashinfer = importlib.import_module("flashinfer")
-        flashinfer.decode.trtllm_batch_decode_with_kv_cache(
-            q.contiguous(), paged_kv_cache, self.workspace, self.block_table, self.seq_lens,
-            self.max_kv_len, bmm1_scale=q_scale, bmm2_scale=1.0, out=out, kv_layout="NHD",
-            backend="xqa", q_len_per_req=1,
-        )  # fmt: skip
-
-
-@functools.cache
-def _xqa_workspace(device: torch.device) -> Tensor:
-    # Zeroed once and shared with no other kernel: its semaphores reset themselves.
-    return torch.zeros(XQA_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
-@functools.cache
-def _workspace(device: torch.device) -> Tensor:
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
-def _rows(qo_indptr: Tensor, total_q: int) -> tuple[Tensor, Tensor]:
-    """Return the first row and the number of rows of each request, clamped to q, on the host."""
-    ends = qo_indptr.long().cpu().clamp(0, total_q)
-    return ends[:-1], (ends[1:] - ends[:-1]).clamp(min=0)
-
-
-def _csr(table: PageTable, live: Tensor, kv_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indptr, indices and last_page_len of some requests, with just the pages they need."""
-    pages = (kv_lens + table.page_size - 1) // table.page_size
-    request = live.repeat_interleave(pages).to(table.device)
-    column = _ranges(torch.zeros_like(pages), pages).to(table.device)
-    if table.indptr is None:
-        indices = table.page_ids[request, column]
-    else:
-        indices = table.page_ids[table.indptr.long().clamp(min=0)[request] + column]
-    last_page_len = torch.where(pages > 0, kv_lens - (pages - 1) * table.page_size, 0)
-    return _starts(pages), indices, last_page_len.int()
-
-
-def _starts(counts: Tensor) -> Tensor:
-    """Return the exclusive prefix sums and their total, int32."""
-    return torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
-
-
-def _ranges(begins: Tensor, counts: Tensor) -> Tensor:
-    """Return the concatenation of `begin, begin + 1, ...` of each count, int64."""
-    counts = counts.long()
-    offsets = begins.long() - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + offsets.repeat_interleave(counts)
 
 
 BACKEND = FlashInferBackend()

@@ -20,11 +20,20 @@ class ReferenceBackend:
         """Return why the oracle cannot take the call, or None."""
         return missing_features(spec, self.name)
 
+    def graph_refusal(self, spec: AttentionSpec, replans: bool) -> str | None:
+        """Return that it goes by what it reads on the host."""
+        return "the reference backend reads metadata on the host, which a CUDA graph cannot"
+
     def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
         """Return 0: torch allocates."""
         return WorkspaceBytes(0, 0)
 
     def plan(
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
+    ) -> None:
+        """Nothing is shared between layers."""
+
+    def plan_for_graph(
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> None:
         """Nothing is shared between layers."""

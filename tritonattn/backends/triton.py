@@ -45,6 +45,9 @@ class TritonBackend:
             )
         return missing_features(spec, self.name)
 
+    def graph_refusal(self, spec: AttentionSpec, replans: bool) -> None:
+        """Everything can be captured."""
+
     def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
         """Return the sizes of the work lists and of the partial states."""
         shapes = within(spec)
@@ -73,6 +76,11 @@ class TritonBackend:
         with on_device(spec.device):
             plan_op.plan(spec, table, qo_indptr, work)
         return TritonPlan(work, decode_op.carve(spec, partials))
+
+    def plan_for_graph(
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
+    ) -> None:
+        """Nothing: the plan is captured."""
 
     def run(self, call: AttentionCall, state: TritonPlan) -> None:
         """Launch the kernels whose lists can have entries; both paths write disjoint rows."""

@@ -1,24 +1,31 @@
 """`tritonattn tune`: measure which backend is faster where on this GPU, and write the policy.
 
-Both backends run the cases of a suite by the way that dispatch takes, in CUDA graphs with a cold L2
-cache; a backend's plan, shared by the layers of a step, counts with its share of a layer.
+Ours and each of FlashInfer's kernels run the cases of a suite by the way that dispatch takes, in
+CUDA graphs with a cold L2 cache; a plan, shared by the layers of a step, counts with its share of a
+layer. `--check` measures all of them once more, beside what "auto" makes of the policy.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tritonattn.backends import FLASHINFER_KERNELS
 from tritonattn.cli import OK, UsageError, need
 from tritonattn.perf.suites import SUITES, tiny
 from tritonattn.policy import Entry, environment_of, op_of_lengths, write_policy
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
-BACKENDS = ("triton", "flashinfer")
+# "auto" must be able to take any call, and XQA gives no LSE.
+BACKENDS = ("triton", *(name for name in FLASHINFER_KERNELS if name != "flashinfer:xqa"))
+AUTO = "auto"
 ATTENTION_SUITES = tuple(name for name in SUITES if name not in ("blockops", "host"))
 
 
@@ -31,18 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", type=int, default=32, help="layers that share a plan; default: 32"
     )
     parser.add_argument("--device", help="cuda, cuda:N or cpu")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="DIR",
+        help="measure again with the policy in use; the results are left in DIR",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep both backends, write the policy and say what it says."""
+    """Sweep the backends, write the policy and say what it says."""
     import torch
 
     for package in ("pandas", "pyarrow"):
         need(package, "perf")
-    from tritonattn.perf import timing
-    from tritonattn.perf.providers.ours import through
-    from tritonattn.perf.sweep import Settings, sweep
-
     if args.layers < 1:
         raise UsageError(f"--layers must be at least 1, got {args.layers}")
     device = torch.device(args.device)
@@ -50,18 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if gpu:
         device = torch.empty(0, device=device).device
         torch.cuda.set_device(device)
-    effort = timing.QUICK if args.quick else timing.FULL
-    settings = Settings(
-        suite=args.suite,
-        cases=SUITES[args.suite]() if gpu else tiny(args.suite),
-        providers=[through(name) for name in BACKENDS],
-        variants=[("graph", "cold")] if gpu else [("eager", "warm")],
-        device=device,
-        effort=effort if gpu else timing.INTERPRETED,
-        budget_s=None,
-    )
     with tempfile.TemporaryDirectory(prefix="tritonattn-tune-") as folder:
-        frame = sweep(settings, Path(folder))
+        frame = _measure(args, device, BACKENDS, Path(folder))
     entries = entries_of(frame, args.layers)
     if not entries:
         raise UsageError("no backend could be measured in any case: nothing to write")
@@ -70,10 +69,62 @@ def run(args: argparse.Namespace) -> int:
         name, margin = entry.winner
         beaten = f", {margin:.2f} times as fast" if len(entry.us) > 1 else ", alone"
         print(f"{entry}: {name}{beaten}")
+    print(f"{args.out}: {len(entries)} cases; TRITONATTN_POLICY={args.out} uses it")
+    if args.check is not None:
+        _check(args, device)
     if not gpu:
         print("Note: times of Triton's interpreter on a CPU: they say nothing about a GPU.")
-    print(f"{args.out}: {len(entries)} cases; TRITONATTN_POLICY={args.out} uses it")
     return OK
+
+
+def _measure(
+    args: argparse.Namespace, device: torch.device, backends: Sequence[str], folder: Path
+) -> pd.DataFrame:
+    from tritonattn.perf import timing
+    from tritonattn.perf.providers.ours import through
+    from tritonattn.perf.sweep import Settings, sweep
+
+    gpu = device.type == "cuda"
+    effort = timing.QUICK if args.quick else timing.FULL
+    settings = Settings(
+        suite=args.suite,
+        cases=SUITES[args.suite]() if gpu else tiny(args.suite),
+        providers=[through(name) for name in backends],
+        variants=[("graph", "cold")] if gpu else [("eager", "warm")],
+        device=device,
+        effort=effort if gpu else timing.INTERPRETED,
+        budget_s=None,
+    )
+    return sweep(settings, folder)
+
+
+def _check(args: argparse.Namespace, device: torch.device) -> None:
+    """Measure "auto" with the policy beside the backends, and say what it loses to the best."""
+    from tritonattn.dispatch import current_policy, load_policy
+
+    before = current_policy()
+    load_policy(args.out)
+    try:
+        frame = _measure(args, device, (*BACKENDS, AUTO), args.check)
+    finally:
+        load_policy(None if before is None else before.source)
+    lost = lost_by_auto(entries_of(frame, args.layers))
+    if not lost:
+        raise UsageError("auto could be measured beside no other backend")
+    geomean = math.exp(sum(math.log(ratio) for ratio, _ in lost) / len(lost))
+    worst, where = max(lost)
+    print(f"auto with {args.out}: {geomean:.3f} times the time of each case's best backend, "
+          f"at worst {worst:.3f}, in {where}")  # fmt: skip
+
+
+def lost_by_auto(entries: Sequence[Entry]) -> list[tuple[float, str]]:
+    """Return the time of "auto" over the best backend's in each case, and the case."""
+    lost = []
+    for entry in entries:
+        others = [us for name, us in entry.us.items() if name != AUTO]
+        if AUTO in entry.us and others:
+            lost.append((entry.us[AUTO] / min(others), str(entry)))
+    return lost
 
 
 def entries_of(frame: pd.DataFrame, num_layers: int) -> list[Entry]:

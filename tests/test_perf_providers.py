@@ -307,9 +307,9 @@ def test_ours_is_ours(known: dict[str, Provider], monkeypatch: pytest.MonkeyPatc
     asked: list[str] = []
     choose = dispatch.choose
 
-    def noted(spec: Any, backend: str) -> str:
+    def noted(spec: Any, backend: str, planned: str | None = None) -> str:
         asked.append(backend)
-        return choose(spec, backend)
+        return choose(spec, backend, planned)
 
     monkeypatch.setattr(dispatch, "choose", noted)
     checked(known["triton"], step_of(KINDS["decode"]))

@@ -183,7 +183,8 @@ def load_policy(path: str | Path | None) -> Policy | None:
     Parameters
     ----------
     path : str or Path, optional
-        What `tritonattn tune` wrote. None takes the installed one out again.
+        What `tritonattn tune` wrote, or the name of one that ships: "h200". None takes the
+        installed one out again.
 
     Returns
     -------

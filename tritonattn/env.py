@@ -7,7 +7,7 @@
 | `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
 | `TRITONATTN_COMMIT` | text | commit that sweeps record where the sources have no `.git` |
 | `TRITONATTN_BACKEND` | `triton`, `flashinfer`, `reference` | for calls that choose none |
-| `TRITONATTN_POLICY` | file | which backend is faster where; read once |
+| `TRITONATTN_POLICY` | file, or h200 | which backend is faster where; read once |
 | `TRITON_INTERPRET` | `0`, `1` | Triton's own: kernels take CPU tensors; fixed at its import |
 
 Flags are 0 by default.
@@ -68,7 +68,8 @@ def policy() -> Path | None:
 
 def backend() -> str:
     """Return the backend for calls that choose none; "auto" if that is left open."""
-    return os.environ.get("TRITONATTN_BACKEND", "").strip().lower() or "auto"
+    chosen = os.environ.get("TRITONATTN_BACKEND")
+    return (chosen and chosen.strip().lower()) or "auto"
 
 
 def with_interpreter() -> dict[str, str]:

@@ -28,6 +28,7 @@ OPS = ("decode", "short", "prefill")
 REACH = 2.0  # octaves
 # Below this it is a tie, and ties go to Triton.
 TIE = 1.02
+_SHIPPED = Path(__file__).parent / "policies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,14 @@ def environment_of(device: torch.device) -> Mapping[str, str]:
     return facts
 
 
+def shipped() -> dict[str, Path]:
+    """Return the policies that come with the package, by name."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.json"))}
+
+
 def read_policy(path: Path | str) -> Policy:
-    """Read a policy; raise `ValueError` for a file that is none."""
-    path = Path(path)
+    """Read a file, or what ships under a name; raise `ValueError` if it is no policy."""
+    path = shipped().get(str(path), Path(path))
     try:
         data = json.loads(path.read_text())
         if data["format"] != FORMAT:
@@ -158,6 +164,8 @@ def _check_entry(entry: Entry) -> None:
     unknown = [name for name in entry.us if not is_backend(name)]
     if unknown:
         raise ValueError(f"{entry} names the backends {unknown}, which are unknown")
+    if "flashinfer:xqa" in entry.us:
+        raise ValueError(f"{entry} names flashinfer:xqa, which gives no LSE: auto must be able to")
 
 
 def write_policy(path: Path, environment: Mapping[str, str], entries: Sequence[Entry]) -> None:

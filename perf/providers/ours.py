@@ -49,7 +49,7 @@ def _refusal(step: AnyStep, backend: str = "triton") -> str | None:
     layer = step.layers[0]
     options = _metadata(step) | _features(step)
     explained = tritonattn.explain(layer.q, layer.kv_cache, **options, backend=backend)
-    return None if explained.backend else explained.verdicts[backend]
+    return None if explained.backend else explained.reason
 
 
 def _graph_refusal(step: AnyStep) -> str | None:
@@ -87,7 +87,7 @@ def _prepare_attention(step: Step, backend: str = "triton") -> Prepared:
 
 
 def through(backend: str) -> Provider:
-    """Return a provider of a backend of this library, by the way that dispatch takes."""
+    """Return a provider of a backend of this library, or of "auto", the way that dispatch takes."""
     return Provider(
         backend, OURS if backend == "triton" else PEER, ATTENTION_KINDS,
         partial(_prepare_attention, backend=backend), partial(_refusal, backend=backend),

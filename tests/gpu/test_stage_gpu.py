@@ -21,7 +21,12 @@ HEADS, PAGE, MAX_PAGES = (8, 2, 64), 16, 8
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
-def allocate(num_stages: int, max_batch_size: int = 512, max_num_tokens: int = 640) -> Any:
+def allocate(
+    num_stages: int,
+    max_batch_size: int = 512,
+    max_num_tokens: int = 640,
+    head_dim: int = HEADS[2],
+) -> Any:
     return PipelineBuffers.allocate(
         num_stages=num_stages,
         max_batch_size=max_batch_size,
@@ -29,7 +34,7 @@ def allocate(num_stages: int, max_batch_size: int = 512, max_num_tokens: int = 6
         max_pages_per_request=MAX_PAGES,
         num_qo_heads=HEADS[0],
         num_kv_heads=HEADS[1],
-        head_dim=HEADS[2],
+        head_dim=head_dim,
         page_size=PAGE,
         dtype=torch.bfloat16,
         device="cuda",
@@ -42,10 +47,10 @@ class Layer:
     def __init__(self, stage: StageBuffers, seed: int, pages: int = 600) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         self.stage = stage
-        rows = stage.capacity.max_num_tokens
+        rows, head_dim = stage.capacity.max_num_tokens, stage.capacity.head_dim
         draw = {"generator": generator, "device": "cuda", "dtype": torch.float32}
-        self.q = torch.randn(rows, HEADS[0], HEADS[2], **draw).bfloat16()
-        self.cache = torch.randn(pages, 2, PAGE, HEADS[1], HEADS[2], **draw).bfloat16()
+        self.q = torch.randn(rows, HEADS[0], head_dim, **draw).bfloat16()
+        self.cache = torch.randn(pages, 2, PAGE, HEADS[1], head_dim, **draw).bfloat16()
         self.out = torch.full_like(self.q, math.nan)
         self.generator = torch.Generator().manual_seed(seed)
 

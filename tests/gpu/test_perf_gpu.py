@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
 from tritonattn.cases import reference_results
-from tritonattn.perf import schema
+from tritonattn.perf import schema, stages
 from tritonattn.perf.cases import BlockCase, Case, StepCase
 from tritonattn.perf.measure import measure_case
 from tritonattn.perf.providers import Call, Layer, Prepared, Provider, all_providers
@@ -213,3 +214,15 @@ def test_a_call_that_cannot_be_captured(device: torch.device) -> None:
         assert row["status"] == ("failed" if failed else "ok"), row.get("reason")
     # What a broken capture leaves behind in the allocator must not end the sweep.
     assert {row["status"] for row in measured(device, fake("next", good)).values()} == {"ok"}
+
+
+def test_costs_of_stages(tmp_path: Path) -> None:
+    assert stages.main(["--out", str(tmp_path), "--stages", "2", "--quick"]) == 0
+    table = pd.read_csv(tmp_path / "stages.csv").set_index("backend")
+    assert list(table.index) == ["triton", "flashinfer"]
+    assert (table["sizes"] == 3).all()
+    assert (table["stages"] == 2).all()
+    figures = table[["buffers_mib", "capture_s", "update_from_host_us", "replay_us", "dispatch_us"]]
+    assert (figures > 0).all(axis=None)
+    # Its plan waits for the device and is made on the host.
+    assert table["replay_us"]["flashinfer"] > table["replay_us"]["triton"]

@@ -173,7 +173,8 @@ def sweep(settings: Settings, out: Path, *, fresh: bool = False) -> pd.DataFrame
         )
     roofs = measure_roofs(settings.device) if todo else None
     begin = time.monotonic()
-    bar = tqdm(todo, unit="case", desc=settings.suite)
+    # Without a terminal there is no line to draw it on.
+    bar = tqdm(todo, unit="case", desc=settings.suite, disable=None)
     for case, wanted in bar:
         bar.set_postfix_str(case.name)
         late = settings.budget_s is not None and time.monotonic() - begin > settings.budget_s

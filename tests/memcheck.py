@@ -1,7 +1,7 @@
 """Small runs of every kernel, for compute-sanitizer to watch.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python tests/memcheck.py
-    compute-sanitizer --error-exitcode 9 python tests/memcheck.py --graphs
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python -m tests.memcheck
+    compute-sanitizer --error-exitcode 9 python -m tests.memcheck --graphs
 
 Without torch's cache every tensor is an allocation of its own, so an access past its end is seen;
 graphs need the cache. Results are compared with the reference: a launch that the sanitizer stopped

@@ -1,6 +1,6 @@
 """Replay graphs of many sizes on many stages for long, each result beside an eager call's.
 
-    python tests/soak.py [--replays 100000] [--stages 4] [--sizes 1 2 4 8 ...]
+    python -m tests.soak [--replays 100000] [--stages 4] [--sizes 1 2 4 8 ...]
 
 Needs a GPU. Lengths, tables and batch sizes change at random before every replay; the eager call
 has no buffers. Results must be equal bit for bit, and rows past the batch untouched. Exit status 1

@@ -12,6 +12,7 @@ from tests.flashinfer_stand_in import SENTINEL, SPEC, StandInWrapper, made, make
 from tritonattn import dispatch
 from tritonattn.backends import UnsupportedError, Workspace, flashinfer
 from tritonattn.cases import AttentionCase, make_inputs, reference_results
+from tritonattn.graphs import CapturedStep, check_choices
 
 __all__ = ["made"]
 
@@ -153,3 +154,15 @@ def test_calls_find_their_plan_again(
     plans.clear()
     with pytest.raises(UnsupportedError, match="did not plan this call before its capture"):
         step()
+
+
+@pytest.mark.parametrize("asked", ["reference", "flashinfer"])
+def test_a_graph_refuses_another_backend(asked: str) -> None:
+    """Also one that no graph could hold: what is said is that this graph is another's."""
+    step = CapturedStep(4, None, None, 0, (), (dispatch.Choice(SPEC, "auto", "triton"),), ())  # type: ignore[arg-type]
+    check_choices(step)
+    with (
+        dispatch.use_backend(asked),
+        pytest.raises(ValueError, match=f"captured with triton, now {asked} is asked for"),
+    ):
+        check_choices(step)

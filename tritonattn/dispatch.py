@@ -222,6 +222,11 @@ def _policy_of_environment() -> Policy | None:
         return Policy(str(path), {}, (), problem=f"TRITONATTN_POLICY is ignored: {error}")
 
 
+def decide_now(spec: AttentionSpec, backend: str = "auto") -> Decision:
+    """Return the choice for a call whose own argument is `backend`, as things stand."""
+    return decide(_request(spec, *asked(backend)))
+
+
 def _request(spec: AttentionSpec, name: str, by: str) -> Request:
     policy = current_policy() if name == "auto" else None
     if name == "triton" or (name == "auto" and policy is None):
@@ -286,7 +291,7 @@ def settings() -> tuple[str, str, Policy | None]:
 
 def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
-    decision = decide(_request(spec, *asked(backend)))
+    decision = decide_now(spec, backend)
     backends = {name: get_backend(name) for name in (*BACKENDS, *FLASHINFER_KERNELS)}
     verdicts = {name: one.refusal(spec) or f"accepts{one.caveat}" for name, one in backends.items()}
     if decision.refusal is not None:

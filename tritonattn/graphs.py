@@ -84,7 +84,7 @@ class StageGraphs:
             sizes = ", ".join(map(str, self.steps))
             raise ValueError(f"no graph holds {batch_size} requests: captured are {sizes}")
         if dispatch.settings() != step.settings:
-            _check_choices(step)
+            check_choices(step)
         for plan in step.plans:
             plan.replan()
         # The replay plans anew: what was planned eagerly on this stage is gone.
@@ -157,10 +157,11 @@ def _capture_one(
     return CapturedStep(size, graph, result, taken, on_host, tuple(choices), dispatch.settings())
 
 
-def _check_choices(step: CapturedStep) -> None:
+def check_choices(step: CapturedStep) -> None:
+    """Raise if a step would be captured with another backend as things stand now."""
     for choice in step.choices:
         with dispatch.for_graphs({}):
-            now = dispatch.choose(choice.spec, choice.argument)
+            now = dispatch.decide_now(choice.spec, choice.argument).backend
         if now != choice.backend:
             raise ValueError(
                 f"the graph for {step.batch_size} requests was captured with {choice.backend}, now "

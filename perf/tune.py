@@ -1,8 +1,9 @@
 """`tritonattn tune`: measure which backend is faster where on this GPU, and write the policy.
 
 Ours and each of FlashInfer's kernels run the cases of a suite by the way that dispatch takes, in
-CUDA graphs with a cold L2 cache; a plan, shared by the layers of a step, counts with its share of a
-layer. `--check` measures all of them once more, beside what "auto" makes of the policy.
+CUDA graphs with a cold L2 cache; decode as the graphs of a stage hold it. A plan, shared by the
+layers of a step, counts with its share of a layer. `--check` measures all of them once more, beside
+what "auto" makes of the policy.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tritonattn import dispatch
 from tritonattn.backends import FLASHINFER_KERNELS
 from tritonattn.cli import OK, UsageError, need
 from tritonattn.perf.suites import SUITES, tiny
-from tritonattn.policy import Entry, environment_of, op_of_lengths, write_policy
+from tritonattn.policy import Entry, environment_of, op_of_lengths, read_policy, write_policy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
         need(package, "perf")
     if args.layers < 1:
         raise UsageError(f"--layers must be at least 1, got {args.layers}")
+    name, by = dispatch.asked()
+    if name != AUTO:
+        raise UsageError(f"{by} asks for {name}: a policy serves calls that are free to choose")
     device = torch.device(args.device)
     gpu = device.type == "cuda"
     if gpu:
@@ -95,19 +100,17 @@ def _measure(
         effort=effort if gpu else timing.INTERPRETED,
         budget_s=None,
     )
-    return sweep(settings, folder)
+    return sweep(settings, folder, fresh=True)
 
 
 def _check(args: argparse.Namespace, device: torch.device) -> None:
     """Measure "auto" with the policy beside the backends, and say what it loses to the best."""
-    from tritonattn.dispatch import current_policy, load_policy
-
-    before = current_policy()
-    load_policy(args.out)
+    before = dispatch.installed_policy()
+    dispatch.install_policy(read_policy(args.out))
     try:
         frame = _measure(args, device, (*BACKENDS, AUTO), args.check)
     finally:
-        load_policy(None if before is None else before.source)
+        dispatch.install_policy(before)
     lost = lost_by_auto(entries_of(frame, args.layers))
     if not lost:
         raise UsageError("auto could be measured beside no other backend")

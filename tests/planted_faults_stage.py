@@ -1,6 +1,7 @@
 """Faults of stage buffers and dispatch; see `planted_faults.py`."""
 
 B, D = "tests/test_buffers.py::", "tests/test_dispatch.py::"
+G = "tests/test_flashinfer_graphs.py::"
 
 STAGE_FAULTS = [
     (
@@ -69,9 +70,51 @@ STAGE_FAULTS = [
     (
         "policy-forgets-captures",
         "tritonattn/dispatch.py",
-        "if refusal is None and request.capturing:",
+        "if refusal is None and request.graph:",
         "if False:",
         D + "test_a_graph_gets_what_can_plan_in_it",
+    ),
+    (
+        "graph-plan-ignores-updates",
+        "tritonattn/stage.py",
+        "step.metadata_is_written()",
+        "pass",
+        G + "test_a_step_that_updates_its_stage",
+    ),
+    (
+        "graph-plan-forgets-addresses",
+        "tritonattn/plan.py",
+        "step.take((spec, name, addresses),",
+        "step.take((spec, name),",
+        G + "test_calls_find_their_plan_again",
+    ),
+    (
+        "two-plans-of-a-graph",
+        "tritonattn/graph_step.py",
+        "self._key, self.made, self.can_plan = key, plan, False",
+        "self._key, self.made, self.can_plan = key, plan, True",
+        G + "test_calls_find_their_plan_again",
+    ),
+    (
+        "pinned-plan-is-overwritten",
+        "tritonattn/backends/flashinfer_wrappers.py",
+        "        self._planned.synchronize()\n",
+        "",
+        G + "test_a_plan_is_made_anew_in_place",
+    ),
+    (
+        "flashinfer-writes-padding",
+        "tritonattn/backends/flashinfer.py",
+        "torch.where(state.live.view(shape), result, target, out=target)",
+        "target.copy_(result)",
+        G + "test_a_plan_is_made_anew_in_place",
+    ),
+    (
+        "rows-without-a-page",
+        "tritonattn/backends/flashinfer_wrappers.py",
+        "_with_a_page_each(pages))",
+        "pages)",
+        G + "test_every_row_has_a_page",
     ),
     (
         "ties-go-to-the-peer",

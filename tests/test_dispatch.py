@@ -17,6 +17,7 @@ from tritonattn import dispatch, env, load_policy, use_backend
 from tritonattn import policy as policy_module
 from tritonattn.backends import BACKENDS, FLASHINFER_KERNELS, UnsupportedError, get_backend
 from tritonattn.cases import AttentionCase, make_inputs
+from tritonattn.graph_step import GraphStep
 from tritonattn.policy import Entry, Policy, read_policy, write_policy
 from tritonattn.spec import AttentionSpec
 
@@ -298,10 +299,30 @@ def test_a_warm_up_chooses_as_its_capture(tmp_path: Path, willing: None) -> None
     load_policy(written(tmp_path / "p.json", entry(), entry(op="short")))
     short = dataclasses.replace(SPEC, max_q_len=8)
     assert dispatch.choose(short) == "flashinfer"
-    with dispatch.for_graphs({}):
+    step = GraphStep({})
+    with step.run():
         assert dispatch.choose(short) == "triton"
         # What stage.capture plans anew before each replay may be captured.
         assert dispatch.choose(SPEC) == "flashinfer"
+        verdicts = dispatch.explain_spec(short).verdicts
+        assert "capture decode with max_q_len=1" in verdicts["flashinfer:fa2"]
+        # A replay plans before all that it does: not for what the step writes.
+        step.metadata_is_written()
+        assert dispatch.choose(SPEC) == "triton"
+    with step.run():
+        assert dispatch.choose(SPEC) == "flashinfer"
+
+
+@INTERPRETED
+def test_the_next_best_is_taken(tmp_path: Path, willing: None) -> None:
+    """A graph holds no fa2, however fast it was; what it holds comes before triton."""
+    times = {"triton": 50.0, "flashinfer:tc": 40.1, "flashinfer:fa2": 40.0}
+    load_policy(written(tmp_path / "p.json", entry(us=times)))
+    assert dispatch.choose(SPEC) == "flashinfer:fa2"
+    with GraphStep({}).run():
+        explained = dispatch.explain_spec(SPEC)
+    assert explained.backend == "flashinfer:tc"
+    assert explained.reason.startswith("auto falls back to flashinfer:tc: FlashInfer's prefill")
 
 
 def test_a_planned_step_keeps_its_backend(tmp_path: Path, willing: None) -> None:
@@ -322,6 +343,25 @@ def test_choices_are_recorded() -> None:
         tritonattn.paged_attention(**inputs.arguments())
         tritonattn.paged_attention(**inputs.arguments(), backend="triton")
     tritonattn.paged_attention(**inputs.arguments())
-    assert [(c.argument, c.backend) for c in choices] == [
-        ("auto", "reference"), ("triton", "triton"),
-    ]  # fmt: skip
+    assert [(c.asked, c.backend) for c in choices] == [
+        (("reference", "use_backend"), "reference"),
+        (("triton", "the backend argument"), "triton"),
+    ]
+
+
+def test_policies_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in policy_module.shipped():
+        assert read_policy(name).environment["gpu"].endswith(name.upper())
+    written(tmp_path / "here.json", entry())
+    monkeypatch.setattr(policy_module, "_SHIPPED", tmp_path)
+    assert read_policy("here").entries == (entry(),)
+    with pytest.raises(ValueError, match="nor a policy that ships: these do: here"):
+        read_policy("there")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_policy("~/here.json") is dispatch.installed_policy()
+
+
+def test_a_policy_names_no_backend_that_lacks_lse(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.json", entry(us={"triton": 2.0, "flashinfer:xqa": 1.0}))
+    with pytest.raises(ValueError, match="names flashinfer:xqa, which gives no LSE"):
+        read_policy(path)

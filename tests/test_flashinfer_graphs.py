@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+import tritonattn
 from tests.flashinfer_stand_in import SENTINEL, SPEC, StandInWrapper, made, make_call
 from tritonattn import dispatch
-from tritonattn.backends import UnsupportedError, Workspace, flashinfer
+from tritonattn.backends import UnsupportedError, Workspace, flashinfer, flashinfer_wrappers
 from tritonattn.cases import AttentionCase, make_inputs, reference_results
+from tritonattn.graph_step import GraphStep
 from tritonattn.graphs import CapturedStep, check_choices
+from tritonattn.kernels._config import Chip
 
 __all__ = ["made"]
 
@@ -58,7 +61,11 @@ def test_a_plan_is_made_anew_in_place(made: list[StandInWrapper], kernel: str, t
     call = replace(call, spec=replace(call.spec, max_q_len=1))
     backend = flashinfer.with_kernel(kernel)
     plan = backend.plan_for_graph(call.spec, call.table, call.qo_indptr, Workspace())
+    assert plan is not None
     state = plan.state
+    backend.run(call, state)
+    check_rows(call, inputs, [])
+    plan.replan()
     backend.run(call, state)
     check_rows(call, inputs, [0, 1, 2])
 
@@ -95,6 +102,7 @@ def test_xqa_in_place(made: list[StandInWrapper]) -> None:
     call = replace(call, lse=None, spec=replace(call.spec, max_q_len=1))
     backend = flashinfer.with_kernel("xqa")
     plan = backend.plan_for_graph(call.spec, call.table, call.qo_indptr, Workspace())
+    assert plan is not None
     table = plan.state.wrapper.block_table
     inputs.seq_lens.copy_(torch.tensor([3, 33, 35]))
     plan.replan()
@@ -109,8 +117,59 @@ def test_xqa_in_place(made: list[StandInWrapper]) -> None:
 def test_more_than_one_token_of_a_request(made: list[StandInWrapper]) -> None:
     """The bound said 1, the lengths say 2."""
     call = decode_call((1, 2), (9, 33))
-    with pytest.raises(UnsupportedError, match="take one query token a request"):
-        flashinfer.BACKEND.plan_for_graph(call.spec, call.table, call.qo_indptr, Workspace())
+    plan = flashinfer.BACKEND.plan_for_graph(call.spec, call.table, call.qo_indptr, Workspace())
+    assert plan is not None
+    with pytest.raises(UnsupportedError, match="max_q_len=1, a request has 2 query tokens"):
+        plan.replan()
+
+
+def test_every_row_has_a_page(made: list[StandInWrapper]) -> None:
+    """The planner counts nothing for a row without pages, lists it, and drops what comes after."""
+    inputs = make_inputs(AttentionCase((1, 1, 0, 1, 1), (0, 33, 7, 0, 40), page_size=16))
+    inputs.table["block_table"][0] = -1
+    call, _ = make_call(inputs)
+    spec = replace(call.spec, max_q_len=1)
+    plan = flashinfer.BACKEND.plan_for_graph(spec, call.table, call.qo_indptr, Workspace())
+    assert plan is not None
+    plan.replan()
+    rows = made[0].planned["table"]
+    lengths = rows.kv_lens().tolist()
+    assert lengths == [1, 33, 1, 40, *[1] * (call.q.size(0) - 4)]
+    assert rows.page_ids[0] == 0
+
+
+def test_a_workspace_as_large_as_the_partial_states(
+    made: list[StandInWrapper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 requests of Llama-3 70B: FlashInfer's own planner asks for this much, 386 MiB."""
+    monkeypatch.setattr(flashinfer_wrappers, "chip", lambda device: Chip(132, True))
+    spec = replace(SPEC, num_qo_heads=64, num_kv_heads=8, head_dim_qk=128, head_dim_vo=128)
+    spec = replace(spec, batch_size=512, total_q=512)
+    tiles = 512 * 8 // 16 + 511
+    needed = 64 * tiles * 16 * (128 + 1) * 4
+    assert flashinfer_wrappers._partials_bytes(spec) == needed
+    assert needed > 384 * 2**20
+    # A wide group: one KV head, tiles of 64 rows, two programs a multiprocessor.
+    spec = replace(spec, num_kv_heads=1, total_q=2)
+    assert flashinfer_wrappers._partials_bytes(spec) == 64 * 264 * 64 * 129 * 4
+
+
+def test_a_csr_table_takes_what_all_its_rows_hold(made: list[StandInWrapper]) -> None:
+    call = decode_call((1, 1, 1), (9, 33, 40), table="csr")
+    flashinfer.BACKEND.plan_for_graph(call.spec, call.table, call.qo_indptr, Workspace())
+    entries = call.table.page_ids.numel() + call.spec.total_q
+    assert made[0].paged_kv_indices_buffer is not None
+    assert made[0].paged_kv_indices_buffer.numel() == entries
+
+
+def test_no_rows(made: list[StandInWrapper]) -> None:
+    call = decode_call((1, 1), (9, 33))
+    spec = replace(call.spec, total_q=0)
+    backend = flashinfer.BACKEND
+    arguments = (spec, call.table, call.qo_indptr, Workspace())
+    assert backend.plan_for_graph(*arguments) is None
+    assert backend.plan(*arguments) is None
+    assert not made
 
 
 def test_what_graphs_cannot_hold() -> None:
@@ -127,42 +186,93 @@ def test_calls_find_their_plan_again(
     made: list[StandInWrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The warm-up plans, the capture takes that plan, a replay makes it anew."""
-    import tritonattn
-
     monkeypatch.setattr(flashinfer.FlashInferBackend, "refusal", lambda self, spec: None)
     inputs = make_inputs(AttentionCase((1, 1), (9, 33), page_size=16))
-    plans: dispatch.GraphPlans = {}
+    graph_step = GraphStep({})
+    arguments: dict[str, Any] = {
+        "qo_indptr": inputs.qo_indptr, "seq_lens": inputs.seq_lens, **inputs.table,
+        "max_q_len": 1, "backend": "flashinfer",
+    }  # fmt: skip
 
-    def step() -> torch.Tensor:
-        with dispatch.for_graphs(plans):
-            plan = tritonattn.plan_attention(
-                inputs.q, inputs.kv_cache, qo_indptr=inputs.qo_indptr, seq_lens=inputs.seq_lens,
-                **inputs.table, max_q_len=1, backend="flashinfer",
-            )  # fmt: skip
-            return tritonattn.paged_attention(inputs.q, inputs.kv_cache, plan=plan)
+    def step(times: int = 1) -> torch.Tensor:
+        out = inputs.q
+        with graph_step.run():
+            for _ in range(times):
+                plan = tritonattn.plan_attention(inputs.q, inputs.kv_cache, **arguments)
+                out = tritonattn.paged_attention(inputs.q, inputs.kv_cache, plan=plan)
+        return out
 
     step()
+    with pytest.raises(UnsupportedError, match="whose graphs plan once before each replay"):
+        step(times=2)
     monkeypatch.setattr(flashinfer, "is_capturing", lambda device: True)
+    assert graph_step.made is not None
+    graph_step.made.replan()
     out = step()
-    assert len(made) == len(plans) == 1
+    assert len(made) == 1
     torch.testing.assert_close(out, reference_results(inputs)[0].to(out.dtype))
     inputs.seq_lens.copy_(torch.tensor([4, 20]))
-    (plan,) = plans.values()
-    assert plan is not None
-    plan.replan()
+    graph_step.made.replan()
     assert made[0].planned["table"].kv_lens()[:2].tolist() == [4, 20]
-    plans.clear()
-    with pytest.raises(UnsupportedError, match="did not plan this call before its capture"):
+    arguments["seq_lens"] = inputs.seq_lens.clone()
+    with pytest.raises(UnsupportedError, match="metadata at the same place"):
         step()
 
 
-@pytest.mark.parametrize("asked", ["reference", "flashinfer"])
-def test_a_graph_refuses_another_backend(asked: str) -> None:
-    """Also one that no graph could hold: what is said is that this graph is another's."""
-    step = CapturedStep(4, None, None, 0, (), (dispatch.Choice(SPEC, "auto", "triton"),), ())  # type: ignore[arg-type]
+def test_a_step_that_updates_its_stage(made: list[StandInWrapper], monkeypatch: Any) -> None:
+    """The update is in the graph, the plan before it: refused, not stale."""
+    monkeypatch.setattr(flashinfer.FlashInferBackend, "refusal", lambda self, spec: None)
+    inputs = make_inputs(AttentionCase((1, 1), (9, 33), page_size=16))
+    stage = tritonattn.PipelineBuffers.allocate(
+        num_stages=1, max_batch_size=4, max_num_tokens=inputs.q.size(0), max_pages_per_request=8,
+        num_qo_heads=inputs.q.size(1), num_kv_heads=inputs.kv_cache[0].size(-2),
+        head_dim=inputs.q.size(2), page_size=16, dtype=inputs.q.dtype, device="cpu",
+    ).stage(0)  # fmt: skip
+    metadata: dict[str, Any] = {"qo_indptr": inputs.qo_indptr, "seq_lens": inputs.seq_lens}
+
+    def plan() -> None:
+        tritonattn.plan_attention(
+            inputs.q, inputs.kv_cache, qo_indptr=stage.qo_indptr, seq_lens=stage.seq_lens,
+            block_table=stage.block_table, max_q_len=1, buffers=stage, backend="flashinfer",
+        )  # fmt: skip
+
+    with GraphStep({}).run():
+        plan()
+    with GraphStep({}).run():
+        stage.update(**metadata, **inputs.table)
+        with pytest.raises(UnsupportedError, match="write the metadata of a step outside of it"):
+            plan()
+
+
+def test_sizes_without_a_stage_share_memory(made: list[StandInWrapper], monkeypatch: Any) -> None:
+    monkeypatch.setattr(flashinfer.FlashInferBackend, "refusal", lambda self, spec: None)
+    kept: dict[str, Any] = {}
+    for batch in (4, 2):
+        inputs = make_inputs(AttentionCase((1,) * batch, (40, 9, 7, 3)[:batch], page_size=16))
+        with GraphStep(kept).run():
+            tritonattn.paged_attention(
+                **{**inputs.arguments(), "max_q_len": 1, "backend": "flashinfer"}
+            )
+    assert made[0].workspace.data_ptr() == made[1].workspace.data_ptr()
+
+
+def test_a_graph_refuses_another_backend() -> None:
+    """If it is asked for by name; what the step itself asks for stays its own."""
+    own = dispatch.Choice(("reference", "use_backend"), "reference")
+    outer = dispatch.Choice(("auto", ""), "triton")
+    step = CapturedStep(4, cast(Any, None), None, 0, None, (own, outer), ("auto", ""))
     check_choices(step)
-    with (
-        dispatch.use_backend(asked),
-        pytest.raises(ValueError, match=f"captured with triton, now {asked} is asked for"),
-    ):
+    for asked in ("reference", "flashinfer"):
+        with (
+            dispatch.use_backend(asked),
+            pytest.raises(
+                ValueError, match=f"with triton, now {asked} is asked for by use_backend"
+            ),
+        ):
+            check_choices(step)
+    with dispatch.use_backend("triton"):
         check_choices(step)
+    by_name = replace(step, choices=(own,), asked=("reference", "use_backend"))
+    check_choices(by_name)
+    with dispatch.use_backend("triton"), pytest.raises(ValueError, match="captured with reference"):
+        check_choices(by_name)

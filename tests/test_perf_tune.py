@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tritonattn import cli, dispatch, env, load_policy
 from tritonattn.perf import schema, tune
-from tritonattn.policy import read_policy
+from tritonattn.policy import Entry, read_policy
 
 
 def row(case: str, provider: str, ms: float | None, **fields: Any) -> dict[str, Any]:
@@ -42,15 +43,38 @@ def test_entries_by_hand() -> None:
     assert (third.op, third.head_dim, third.winner) == ("prefill", 64, ("flashinfer", 2.0))
 
 
+def test_what_auto_loses_by_hand() -> None:
+    entry = Entry("decode", "bf16", 128, 32, 8, 4, 100, {"triton": 10.0, "a": 8.0, "auto": 9.0})
+    alone = replace(entry, us={"auto": 3.0})
+    unmeasured = replace(entry, us={"triton": 10.0})
+    assert tune.lost_by_auto([entry, alone, unmeasured]) == [(9.0 / 8.0, str(entry))]
+
+
+def test_a_backend_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be measured as auto."""
+    monkeypatch.setenv("TRITONATTN_BACKEND", "reference")
+    assert cli.main(["tune", "--out", str(tmp_path / "p.json")]) == cli.USAGE
+    assert "TRITONATTN_BACKEND asks for reference" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not env.INTERPRET, reason="kernels take CPU tensors in the interpreter only")
 def test_the_command_writes_a_policy_that_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "policy.json"
-    assert cli.main(["tune", "--suite", "latency", "--out", str(path), "--quick"]) == cli.OK
+    command = ["tune", "--suite", "latency", "--out", str(path), "--quick"]
+    assert cli.main([*command, "--check", str(tmp_path / "check")]) == cli.OK
     shown = capsys.readouterr().out
     assert "decode of 1 x 16 keys, 4/2 heads of 16, bf16: triton, alone" in shown
     assert f"TRITONATTN_POLICY={path}" in shown
+    assert f"auto with {path}: " in shown
+    assert "times the time of each case's best backend, at worst " in shown
+    checked = schema.read_results(tmp_path / "check" / "results.csv")
+    auto = checked[(checked["provider"] == "auto") & (checked["status"] == schema.OK)]
+    assert len(auto) == 2
+    assert dispatch.installed_policy() is None
     policy = read_policy(path)
     assert [entry.kv_len for entry in policy.entries] == [16, 32]
     assert all(set(entry.us) == {"triton"} for entry in policy.entries)

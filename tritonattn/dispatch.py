@@ -11,19 +11,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from tritonattn import env
+from tritonattn import env, graph_step
 from tritonattn.backends import (
     BACKENDS,
     FLASHINFER_KERNELS,
-    GraphPlan,
     UnsupportedError,
     get_backend,
     is_backend,
@@ -36,10 +35,10 @@ _log = logging.getLogger(__name__)
 _installed: list[Policy] = []  # at most one
 
 _context: ContextVar[str] = ContextVar("tritonattn_backend", default="auto")
-# What was planned outside of a graph that is being captured, by call; None if none is.
-GraphPlans = MutableMapping[Any, GraphPlan | None]
-_graph_plans: ContextVar[GraphPlans | None] = ContextVar("tritonattn_graph_plans", default=None)
 _record: ContextVar[list[Choice] | None] = ContextVar("tritonattn_record", default=None)
+
+
+Graph = Literal["", "plain", "replanned"]
 
 
 class Request(NamedTuple):
@@ -50,7 +49,7 @@ class Request(NamedTuple):
     asked_by: str  # who asked for it, empty for "auto"
     policy: Policy | None = None  # for "auto"
     # A CUDA graph that is being captured; "replanned": with plans that its replays make anew.
-    graph: Literal["", "plain", "replanned"] = ""
+    graph: Graph = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,7 @@ class Decision:
 class Choice:
     """What was chosen for a call, as a capture records it."""
 
-    spec: AttentionSpec
-    argument: str  # the call's own `backend`
+    asked: tuple[str, str]  # what was asked for, and by whom
     backend: str
 
 
@@ -163,13 +161,19 @@ def _by_policy(request: Request, policy: Policy) -> tuple[str, str]:
     measured = (
         f"{name} was {margin:.2f} times as fast in the nearest case of {policy.source}, {entry}"
     )
-    if name == "triton":
+    refusals = []
+    for candidate in entry.ranking:
+        refusal = None if candidate == "triton" else _refusal(request, candidate)
+        if refusal is None:
+            break
+        refusals.append(refusal)
+    else:
+        candidate = "triton"
+    if not refusals:
         return name, measured
-    refusal = _refusal(request, name)
-    if refusal is None:
-        return name, measured
-    _log_once(f"auto falls back to triton: {refusal}; {measured}")
-    return "triton", f"auto falls back to triton: {refusal}; {measured}"
+    reason = f"auto falls back to {candidate}: {'; '.join(refusals)}; {measured}"
+    _log_once(reason)
+    return candidate, reason
 
 
 @functools.cache
@@ -195,19 +199,29 @@ def load_policy(path: str | Path | None) -> Policy | None:
     ValueError
         If the file is no policy, or was measured on another GPU or with other versions.
     """
-    policy = None if path is None else read_policy(path)
+    policy = None if path is None else read_policy(Path(path).expanduser())
     if policy is not None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         mismatch = policy.mismatch(environment_of(device))
         if mismatch is not None:
             raise ValueError(mismatch)
-    _installed[:] = [] if policy is None else [policy]
+    install_policy(policy)
     return policy
+
+
+def install_policy(policy: Policy | None) -> None:
+    """Install a policy as it is."""
+    _installed[:] = [] if policy is None else [policy]
+
+
+def installed_policy() -> Policy | None:
+    """Return the installed policy; that of the environment is not one."""
+    return _installed[0] if _installed else None
 
 
 def current_policy() -> Policy | None:
     """Return the installed policy, or that of `TRITONATTN_POLICY`, or None."""
-    return _installed[0] if _installed else _policy_of_environment()
+    return installed_policy() or _policy_of_environment()
 
 
 @functools.cache
@@ -222,18 +236,18 @@ def _policy_of_environment() -> Policy | None:
         return Policy(str(path), {}, (), problem=f"TRITONATTN_POLICY is ignored: {error}")
 
 
-def decide_now(spec: AttentionSpec, backend: str = "auto") -> Decision:
-    """Return the choice for a call whose own argument is `backend`, as things stand."""
-    return decide(_request(spec, *asked(backend)))
-
-
 def _request(spec: AttentionSpec, name: str, by: str) -> Request:
     policy = current_policy() if name == "auto" else None
     if name == "triton" or (name == "auto" and policy is None):
         return Request(spec, name, by)
-    if _graph_plans.get() is not None:
-        return Request(spec, name, by, policy, "replanned")
-    return Request(spec, name, by, policy, "plain" if is_capturing(spec.device) else "")
+    return Request(spec, name, by, policy, _graph(spec))
+
+
+def _graph(spec: AttentionSpec) -> Graph:
+    step = graph_step.current()
+    if step is not None:
+        return "replanned" if step.can_plan else "plain"
+    return "plain" if is_capturing(spec.device) else ""
 
 
 def choose(spec: AttentionSpec, backend: str = "auto", planned: str | None = None) -> str:
@@ -251,26 +265,8 @@ def choose(spec: AttentionSpec, backend: str = "auto", planned: str | None = Non
         chosen = decision.backend
     record = _record.get()
     if record is not None:
-        record.append(Choice(spec, backend, chosen))
+        record.append(Choice((name, by), chosen))
     return chosen
-
-
-@contextlib.contextmanager
-def for_graphs(plans: GraphPlans) -> Iterator[None]:
-    """Choose and plan for a graph whose replays make anew what is planned outside of it.
-
-    `plans` is filled by the calls that warm a capture up; those in the capture find theirs there.
-    """
-    token = _graph_plans.set(plans)
-    try:
-        yield
-    finally:
-        _graph_plans.reset(token)
-
-
-def graph_plans() -> GraphPlans | None:
-    """Return the plans of the graph that a call is for, if it is for one."""
-    return _graph_plans.get()
 
 
 @contextlib.contextmanager
@@ -284,16 +280,13 @@ def record() -> Iterator[list[Choice]]:
         _record.reset(token)
 
 
-def settings() -> tuple[str, str, Policy | None]:
-    """Return all that a choice depends on beside the call itself."""
-    return (*asked(), current_policy())
-
-
 def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
-    decision = decide_now(spec, backend)
-    backends = {name: get_backend(name) for name in (*BACKENDS, *FLASHINFER_KERNELS)}
-    verdicts = {name: one.refusal(spec) or f"accepts{one.caveat}" for name, one in backends.items()}
+    request = _request(spec, *asked(backend))
+    decision = decide(request)
+    every = {name: get_backend(name) for name in (*BACKENDS, *FLASHINFER_KERNELS)}
+    held = request._replace(graph=_graph(spec))
+    verdicts = {n: _refusal(held, n) or f"accepts{one.caveat}" for n, one in every.items()}
     if decision.refusal is not None:
         return Explanation(None, f"{decision.reason}: {decision.refusal}", verdicts)
     return Explanation(decision.backend, decision.reason, verdicts)

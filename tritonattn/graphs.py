@@ -16,6 +16,7 @@ import torch
 
 from tritonattn import dispatch
 from tritonattn.backends import GraphPlan
+from tritonattn.graph_step import GraphStep
 from tritonattn.staging import is_capturing
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     result: Any  # what the step returned: tensors that each replay fills
     memory_bytes: int  # that the device had less of after the capture
-    plans: tuple[GraphPlan, ...]  # to be made anew before each replay
+    plan: GraphPlan | None  # to be made anew before each replay
     choices: tuple[dispatch.Choice, ...]
-    settings: tuple[Any, ...]  # what was asked for then
+    asked: tuple[str, str]  # for which backend, by whom, outside the step
 
 
 class StageGraphs:
@@ -71,8 +72,8 @@ class StageGraphs:
         Raises
         ------
         ValueError
-            If no graph holds so many requests, or another backend is asked for than the captured
-            one.
+            If no graph holds so many requests, or another backend is asked for by name than the
+            captured one.
 
         Notes
         -----
@@ -83,10 +84,9 @@ class StageGraphs:
         if step is None or batch_size < 0:
             sizes = ", ".join(map(str, self.steps))
             raise ValueError(f"no graph holds {batch_size} requests: captured are {sizes}")
-        if dispatch.settings() != step.settings:
-            check_choices(step)
-        for plan in step.plans:
-            plan.replan()
+        check_choices(step)
+        if step.plan is not None:
+            step.plan.replan()
         # The replay plans anew: what was planned eagerly on this stage is gone.
         self._stage.claim(self)
         step.graph.replay()
@@ -108,26 +108,29 @@ def capture(
         if size < 1:
             raise ValueError(f"batch sizes must be at least 1, got {size}")
         stage.metadata(size)
-    plans = _warm_up(stage.device, sizes, step)
+    graph_steps = _warm_up(stage.device, sizes, step)
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     # The largest first: the others find memory in its pool.
-    captured = {size: _capture_one(stage.device, size, step, pool, plans[size]) for size in sizes}
+    captured = {
+        size: _capture_one(stage.device, size, step, pool, graph_steps[size]) for size in sizes
+    }
     return StageGraphs(stage, step, captured, pool)
 
 
 def _warm_up(
     device: torch.device, sizes: list[int], step: Callable[[int], Any]
-) -> dict[int, dispatch.GraphPlans]:
-    """Compile and load every kernel, and plan what a capture cannot; return these plans."""
-    plans: dict[int, dispatch.GraphPlans] = {size: {} for size in sizes}
+) -> dict[int, GraphStep]:
+    """Compile and load every kernel, and plan what a capture cannot."""
+    kept: dict[str, Any] = {}
+    graph_steps = {size: GraphStep(kept) for size in sizes}
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for size in sizes:
-            with dispatch.for_graphs(plans[size]):
+            with graph_steps[size].run():
                 step(size)
     torch.cuda.current_stream(device).wait_stream(stream)
-    return plans
+    return graph_steps
 
 
 def _capture_one(
@@ -135,7 +138,7 @@ def _capture_one(
     size: int,
     step: Callable[[int], Any],
     pool: Any,
-    plans: dispatch.GraphPlans,
+    graph_step: GraphStep,
 ) -> CapturedStep:
     torch.cuda.synchronize(device)
     # The capture would do so, and what it gives back is not what the graph takes.
@@ -147,23 +150,27 @@ def _capture_one(
     with (
         torch.cuda.device(device),
         dispatch.record() as choices,
-        dispatch.for_graphs(plans),
+        graph_step.run(),
         torch.cuda.graph(graph, pool=pool, stream=stream),
     ):
         result = step(size)
     torch.cuda.synchronize(device)
     taken = free - torch.cuda.mem_get_info(device)[0]
-    on_host = tuple(plan for plan in plans.values() if plan is not None)
-    return CapturedStep(size, graph, result, taken, on_host, tuple(choices), dispatch.settings())
+    return CapturedStep(
+        size, graph, result, taken, graph_step.made, tuple(choices), dispatch.asked()
+    )
 
 
 def check_choices(step: CapturedStep) -> None:
-    """Raise if a step would be captured with another backend as things stand now."""
+    """Raise if another backend is asked for by name than a step was captured with."""
+    asked = dispatch.asked()
+    if asked == step.asked or asked[0] == "auto":
+        return
     for choice in step.choices:
-        with dispatch.for_graphs({}):
-            now = dispatch.decide_now(choice.spec, choice.argument).backend
-        if now != choice.backend:
+        # What was asked for inside the step is the step's own.
+        if choice.asked == step.asked and choice.backend != asked[0]:
             raise ValueError(
                 f"the graph for {step.batch_size} requests was captured with {choice.backend}, now "
-                f"{now} is asked for: a graph cannot change its backend, capture anew"
+                f"{asked[0]} is asked for by {asked[1]}: a graph cannot change its backend, "
+                "capture anew"
             )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from tritonattn import dispatch
+from tritonattn import graph_step
 from tritonattn.backends import Workspace, get_backend
 from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
@@ -85,20 +86,19 @@ class AttentionPlan:
         return self._made[2]
 
     def _make(self, spec: AttentionSpec, name: str) -> Any:
-        backend = get_backend(name)
-        workspace = self._workspace if self.stage is None else self.stage.claim(self)
+        backend, workspace = get_backend(name), self._workspace
+        if self.stage is not None:
+            workspace = self.stage.claim(self)
+        step = graph_step.current()
+        if step is None:
+            return backend.plan(spec, self.table, self.qo_indptr, workspace)
+        if self.stage is None:
+            workspace = replace(workspace, kept=step.kept)
         arguments = (spec, self.table, self.qo_indptr, workspace)
-        plans = dispatch.graph_plans()
-        if plans is not None:
-            # By what a replay will read: the same call in the warm-up and in the capture.
-            addresses = (self.qo_indptr.data_ptr(), *self.table.addresses())
-            key = (spec, name, addresses)
-            if key not in plans:
-                plans[key] = backend.plan_for_graph(*arguments)
-            planned = plans[key]
-            if planned is not None:
-                return planned.state
-        return backend.plan(*arguments)
+        # By what a replay will read: the same call in the warm-up and in the capture.
+        addresses = (self.qo_indptr.data_ptr(), *self.table.addresses())
+        planned = step.take((spec, name, addresses), lambda: backend.plan_for_graph(*arguments))
+        return backend.plan(*arguments) if planned is None else planned.state
 
     def check_same_step(
         self, *, causal: bool, stage: StageBuffers | None, **metadata: Tensor | int | None

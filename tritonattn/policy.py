@@ -45,12 +45,17 @@ class Entry:
     us: Mapping[str, float]  # backend -> time of a layer, with its share of the plan
 
     @property
+    def ranking(self) -> list[str]:
+        """Return the backends, the one to take first."""
+        order = sorted(self.us, key=lambda name: self.us[name])
+        if "triton" in self.us and self.us["triton"] <= TIE * self.us[order[0]]:
+            order.sort(key=lambda name: name != "triton")
+        return order
+
+    @property
     def winner(self) -> tuple[str, float]:
         """Return the backend to take, and how much slower the next one is."""
-        order = sorted(self.us, key=lambda name: self.us[name])
-        best = order[0]
-        if "triton" in self.us and self.us["triton"] <= TIE * self.us[best]:
-            best = "triton"
+        best = self.ranking[0]
         others = [time for name, time in self.us.items() if name != best]
         return best, min(others, default=math.inf) / self.us[best]
 
@@ -137,6 +142,9 @@ def shipped() -> dict[str, Path]:
 def read_policy(path: Path | str) -> Policy:
     """Read a file, or what ships under a name; raise `ValueError` if it is no policy."""
     path = shipped().get(str(path), Path(path))
+    if not path.suffix and not path.exists():
+        known = ", ".join(shipped()) or "none"
+        raise ValueError(f"{path} is neither a file nor a policy that ships: these do: {known}")
     try:
         data = json.loads(path.read_text())
         if data["format"] != FORMAT:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritonattn import checks, graphs
+from tritonattn import checks, graph_step, graphs
 from tritonattn.backends import BACKENDS, Workspace, WorkspaceBytes, get_backend
 from tritonattn.implementations import implementation
 from tritonattn.spec import AttentionSpec, check_dtypes, check_head_dim, check_heads
@@ -194,6 +194,9 @@ class StageBuffers:
             self._check_pages("block_table has", page_table.width, "columns")
         if not is_capturing(self.device):
             self._owner = None
+        step = graph_step.current()
+        if step is not None:
+            step.metadata_is_written()
         implementation("stage_metadata", self.device).stage_metadata(
             starts, page_table, self.qo_indptr, self.seq_lens, self.block_table
         )
@@ -211,7 +214,8 @@ class StageBuffers:
             `step(batch_size)` launches the work of a step: `plan_attention(**stage.metadata(
             batch_size), buffers=stage)` and the layers. Called once for each size to compile what
             it needs, on a stream of its own, then inside the capture. FlashInfer, which plans on
-            the host, is planned outside the capture and again before each replay.
+            the host, is planned outside the capture and again before each replay: once a step, for
+            metadata that the step does not write itself. Its memory is taken before the captures.
         pool : optional
             Of an earlier capture, to share its memory.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import tritonattn
 from tritonattn.cases import reference_results
+from tritonattn.graph_step import GraphStep
 from tritonattn.perf.providers import (
     ATTENTION_KINDS,
     ORACLE,
@@ -72,6 +74,33 @@ def _prepare_attention(step: Step, backend: str = "triton") -> Prepared:
             tritonattn.plan_attention(first.q, first.kv_cache, **_metadata(step), backend=backend)
         ]
 
+    return _layers(step, plans, plan)
+
+
+def _prepare_as_captured(step: Step, backend: str) -> Prepared:
+    """Plan decode as the graphs of a stage do: on the host in place, before each replay."""
+    if step.max_q_len > 1:
+        return _prepare_attention(step, backend)
+    first, graph_step = step.layers[0], GraphStep({})
+    plans: list[Any] = []
+
+    def plan() -> None:
+        if graph_step.made is None:
+            with graph_step.run():
+                plans[:] = [
+                    tritonattn.plan_attention(
+                        first.q, first.kv_cache, **_metadata(step), backend=backend
+                    )
+                ]
+        on_host = graph_step.made
+        if on_host is not None:
+            on_host.replan()
+
+    return _layers(step, plans, plan)
+
+
+def _layers(step: Step, plans: list[Any], plan: Callable[[], None]) -> Prepared:
+
     def bind(layer: Layer) -> Call:
         return partial(
             tritonattn.paged_attention,
@@ -90,7 +119,7 @@ def through(backend: str) -> Provider:
     """Return a provider of a backend of this library, or of "auto", the way that dispatch takes."""
     return Provider(
         backend, OURS if backend == "triton" else PEER, ATTENTION_KINDS,
-        partial(_prepare_attention, backend=backend), partial(_refusal, backend=backend),
+        partial(_prepare_as_captured, backend=backend), partial(_refusal, backend=backend),
     )  # fmt: skip
 
 

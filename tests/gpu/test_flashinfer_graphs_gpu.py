@@ -18,7 +18,7 @@ from tritonattn.backends import UnsupportedError
 pytestmark = pytest.mark.gpu
 
 SIZES = [1, 4, 16]
-HEAD_DIM = 128  # XQA has no smaller one for four heads a group
+HEADS = (8, 2, 128)  # XQA: no smaller head_dim with groups of four
 
 
 @dataclass
@@ -71,11 +71,11 @@ def test_steps_of_any_lengths_on_two_stages(kernel: str) -> None:
     """Captured with nothing in the stages; padding, requests without keys or without queries."""
     choose = random.Random(1)
     name = "flashinfer" if kernel == "auto" else f"flashinfer:{kernel}"
-    buffers = allocate(2, max_batch_size=16, max_num_tokens=16, head_dim=HEAD_DIM)
+    buffers = allocate(2, max_batch_size=16, max_num_tokens=16, heads=HEADS)
     rigs = [Rig.make(buffers.stage(index), kernel, seed=index) for index in range(2)]
     with use_backend(name):
         graphs = [rig.layer.stage.capture(SIZES, rig.decode) for rig in rigs]
-        assert all(len(g.steps[size].plans) == 1 for g in graphs for size in SIZES)
+        assert all(g.steps[size].plan is not None for g in graphs for size in SIZES)
         for turn in range(60):
             index, batch = choose.randrange(2), choose.randint(1, 16)
             q_lens = [1] * batch if turn % 3 else [int(choose.random() < 0.7) for _ in range(batch)]
@@ -87,8 +87,39 @@ def test_steps_of_any_lengths_on_two_stages(kernel: str) -> None:
             rigs[index].check(step)
 
 
+@pytest.mark.parametrize("kernel", ["decode", "tc"])
+@pytest.mark.parametrize("heads", [(32, 32, 128), (32, 8, 128)], ids=["mha", "gqa"])
+def test_rows_without_keys_before_long_ones(kernel: str, heads: tuple[int, int, int]) -> None:
+    """Such rows take no work from those that follow; requests are long enough to be split."""
+    buffers = allocate(1, max_batch_size=8, max_num_tokens=8, heads=heads, max_pages=512)
+    rig = Rig.make(buffers.stage(0), kernel)
+    with use_backend(f"flashinfer:{kernel}"):
+        graphs = rig.layer.stage.capture([2, 8], rig.decode)
+        for lengths in ([0, 8192], [0, 4800, 0, 0, 8192, 0, 1024], [8192] * 8, [3, 0, 5]):
+            step = rig.layer.step([1] * len(lengths))
+            step["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
+            rig.update(step)
+            graphs.replay(len(lengths))
+            rig.check(step)
+
+
+def test_captured_after_a_prefill() -> None:
+    """What stands in the stage at the capture is of no account."""
+    stage = allocate(1, max_batch_size=4, max_num_tokens=16, heads=HEADS).stage(0)
+    rig = Rig.make(stage, "tc")
+    stage.update(**rig.layer.step([3, 1]))
+    with use_backend("flashinfer:tc"):
+        graphs = stage.capture([4], rig.decode)
+        with pytest.raises(UnsupportedError, match="max_q_len=1, a request has 3 query tokens"):
+            graphs.replay(2)
+        step = rig.layer.step([1] * 4)
+        rig.update(step)
+        graphs.replay(4)
+        rig.check(step)
+
+
 def test_two_stages_on_two_streams() -> None:
-    buffers = allocate(2, max_batch_size=16, max_num_tokens=16, head_dim=HEAD_DIM)
+    buffers = allocate(2, max_batch_size=16, max_num_tokens=16, heads=HEADS)
     rigs = [Rig.make(buffers.stage(index), "tc", seed=index) for index in range(2)]
     streams = [torch.cuda.Stream() for _ in rigs]
     kept: list[Any] = []
@@ -108,7 +139,7 @@ def test_two_stages_on_two_streams() -> None:
 
 
 def test_what_cannot_be_captured_is_refused() -> None:
-    stage = allocate(1, max_batch_size=4, max_num_tokens=16, head_dim=HEAD_DIM).stage(0)
+    stage = allocate(1, max_batch_size=4, max_num_tokens=16, heads=HEADS).stage(0)
     layer = Layer(stage, seed=0)
     with use_backend("flashinfer"):
         with pytest.raises(UnsupportedError, match="capture decode with max_q_len=1"):
@@ -119,13 +150,17 @@ def test_what_cannot_be_captured_is_refused() -> None:
         ):
             layer.decode(4)
         graphs = stage.capture([4], layer.decode)
-    with pytest.raises(ValueError, match="captured with flashinfer, now triton is asked for"):
+    graphs.replay(4)
+    with (
+        use_backend("triton"),
+        pytest.raises(ValueError, match="captured with flashinfer, now triton is asked for"),
+    ):
         graphs.replay(4)
 
 
 def test_a_plan_made_before_a_capture() -> None:
     """What an engine does that plans for each step itself: the graph holds its layers alone."""
-    stage = allocate(1, max_batch_size=4, max_num_tokens=4, head_dim=HEAD_DIM).stage(0)
+    stage = allocate(1, max_batch_size=4, max_num_tokens=4, heads=HEADS).stage(0)
     layer = Layer(stage, seed=2)
     step = layer.step([1] * 4)
     stage.update(**step)

@@ -25,16 +25,17 @@ def allocate(
     num_stages: int,
     max_batch_size: int = 512,
     max_num_tokens: int = 640,
-    head_dim: int = HEADS[2],
+    heads: tuple[int, int, int] = HEADS,
+    max_pages: int = MAX_PAGES,
 ) -> Any:
     return PipelineBuffers.allocate(
         num_stages=num_stages,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
-        max_pages_per_request=MAX_PAGES,
-        num_qo_heads=HEADS[0],
-        num_kv_heads=HEADS[1],
-        head_dim=head_dim,
+        max_pages_per_request=max_pages,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
         page_size=PAGE,
         dtype=torch.bfloat16,
         device="cuda",
@@ -47,10 +48,11 @@ class Layer:
     def __init__(self, stage: StageBuffers, seed: int, pages: int = 600) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         self.stage = stage
-        rows, head_dim = stage.capacity.max_num_tokens, stage.capacity.head_dim
+        has = stage.capacity
         draw = {"generator": generator, "device": "cuda", "dtype": torch.float32}
-        self.q = torch.randn(rows, HEADS[0], head_dim, **draw).bfloat16()
-        self.cache = torch.randn(pages, 2, PAGE, HEADS[1], head_dim, **draw).bfloat16()
+        self.q = torch.randn(has.max_num_tokens, has.num_qo_heads, has.head_dim, **draw).bfloat16()
+        shape = (pages, 2, PAGE, has.num_kv_heads, has.head_dim)
+        self.cache = torch.randn(shape, **draw).bfloat16()
         self.out = torch.full_like(self.q, math.nan)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -73,9 +75,9 @@ class Layer:
 
     def step(self, q_lens: list[int]) -> dict[str, torch.Tensor]:
         """Draw the metadata of a step, on the host."""
-        batch = len(q_lens)
-        lengths = torch.randint(0, MAX_PAGES * PAGE + 1, (batch,), generator=self.generator)
-        pages = torch.randint(0, self.cache.size(0), (batch, MAX_PAGES), generator=self.generator)
+        batch, width = len(q_lens), self.stage.capacity.max_pages_per_request
+        lengths = torch.randint(0, width * PAGE + 1, (batch,), generator=self.generator)
+        pages = torch.randint(0, self.cache.size(0), (batch, width), generator=self.generator)
         return {
             "qo_indptr": torch.tensor([0, *q_lens]).cumsum(0).int(),
             "seq_lens": lengths.maximum(torch.tensor(q_lens)).int(),

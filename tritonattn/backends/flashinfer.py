@@ -48,7 +48,8 @@ FA3_MIN_Q_LEN = 64
 XQA_PAGE_SIZES = (16, 32, 64, 128)
 _IN_A_CAPTURE = (
     "the flashinfer backend plans on the host, which a CUDA graph cannot repeat: capture by "
-    "stage.capture, whose graphs plan before each replay"
+    "stage.capture, whose graphs plan once before each replay, and write the metadata of a step "
+    "outside of it"
 )
 
 
@@ -106,6 +107,8 @@ class FlashInferBackend:
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> FlashInferPlan | None:
         """Plan FlashInfer's wrapper for the requests that have queries; None if there are none."""
+        if not spec.total_q:
+            return None
         if is_capturing(spec.device):
             raise UnsupportedError(_IN_A_CAPTURE)
         begins, q_lens = query_rows(qo_indptr, spec.total_q)
@@ -126,11 +129,15 @@ class FlashInferBackend:
 
     def plan_for_graph(
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
-    ) -> FlashInferGraphPlan:
-        """Plan a wrapper that a CUDA graph can hold."""
+    ) -> FlashInferGraphPlan | None:
+        """Plan a wrapper that a CUDA graph can hold; None if there is nothing to plan."""
+        if not spec.total_q:
+            return None
         if is_capturing(spec.device):
             raise UnsupportedError(
-                "the step did not plan this call before its capture: it must do the same each time"
+                "flashinfer has no plan for this call, which the run before the capture did not "
+                "make: a step must make the same calls each time, with metadata at the same place, "
+                "as stage.metadata(batch_size) returns it"
             )
         kernel = _kernel_for(spec, 1, 1, self.kernel)
         return FlashInferGraphPlan(kernel, spec, table, qo_indptr, workspace)
@@ -148,11 +155,11 @@ class FlashInferBackend:
         out = call.out[state.rows]
         lse = None if call.lse is None else call.lse[state.rows]
         # FlashInfer writes packed rows, and all of them.
-        own = out.is_contiguous() and state.padding is None
+        own = out.is_contiguous() and state.live is None
         dense_out = out if own else torch.empty_like(out, memory_format=torch.contiguous_format)
         dense_lse = None
         if lse is not None:
-            own = lse.is_contiguous() and state.padding is None
+            own = lse.is_contiguous() and state.live is None
             dense_lse = lse if own else torch.empty_like(lse, memory_format=torch.contiguous_format)
         # It was planned with sm_scale 1; q_scale multiplies that.
         state.wrapper.run(
@@ -173,10 +180,13 @@ class FlashInferBackend:
 def _store(target: Tensor, result: Tensor, state: FlashInferPlan, empty: float) -> None:
     """Move a result to its place: `empty` for rows that see no key, nothing for padding."""
     shape = (-1, *(1 for _ in target.shape[1:]))
+    if state.live is not None:
+        assert state.dead is not None
+        target.masked_fill_(state.dead.view(shape), empty)
+        torch.where(state.live.view(shape), result, target, out=target)
+        return
     if state.dead is not None:
         result.masked_fill_(state.dead.view(shape), empty)
-    if state.padding is not None:
-        result = torch.where(state.padding.view(shape), target, result)
     if result is not target:
         target.copy_(result)
 

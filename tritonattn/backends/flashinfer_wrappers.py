@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonattn.backends import UnsupportedError, Workspace
+from tritonattn.kernels._config import chip
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
 from tritonattn.staging import pinned
@@ -44,15 +45,21 @@ class FlashInferPlan:
     wrapper: Any
     rows: slice  # of q and out
     dead: Tensor | None  # [n] bool, device: which of these rows see no key
-    padding: Tensor | None = None  # [n] bool, device: which of them belong to no request
+    # [n] bool, device: which of them see keys; the others that are not dead belong to no request.
+    # None: there are no others.
+    live: Tensor | None = None
 
 
 class FlashInferGraphPlan:
     """A decode wrapper for a CUDA graph to hold, planned anew in place before each replay.
 
-    To the wrapper each row of q is a request, of no pages where the row belongs to none: so their
-    number stays what it was at the capture. Wrappers of one workspace share the buffers of their
-    tables, as one step is in flight at a time.
+    To the wrapper each row of q is a request: so their number stays what it was at the capture. A
+    row that has no keys, or belongs to no request, gets one page, whose result is not kept: the
+    planner of the kernel without tensor cores would count no work for none, but list some, and drop
+    as much of what comes after. Wrappers of one workspace share the buffers of their tables, as one
+    step is in flight at a time.
+
+    The first plan is for padding alone: nothing is known yet of the steps to come.
     """
 
     def __init__(
@@ -70,32 +77,39 @@ class FlashInferGraphPlan:
             self._wrapper: Any = Xqa(spec, rows, width, workspace.kept)
         else:
             self._wrapper = _graph_wrapper(kernel, spec, rows, width, workspace.kept)
-        self._dead, self._padding = torch.zeros(2, rows, dtype=torch.bool, device=spec.device)
+        self._dead, self._live = torch.zeros(2, rows, dtype=torch.bool, device=spec.device)
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.replan()
+        self._plan(torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64))
 
     @property
     def state(self) -> FlashInferPlan:
         """Return what `run` is captured with."""
         rows = slice(0, self._spec.total_q)
-        return FlashInferPlan(self._wrapper, rows, self._dead, self._padding)
+        return FlashInferPlan(self._wrapper, rows, self._dead, self._live)
 
     def replan(self) -> None:
         """Plan for the metadata that stands on the device now; synchronizes."""
-        # The plan before may still be on its way from the wrapper's pinned memory.
-        self._planned.synchronize()
         begins, lengths = query_rows(self._qo_indptr, self._spec.total_q)
-        if int(lengths.max()) > 1:
-            raise UnsupportedError("FlashInfer's decode kernels take one query token a request")
+        longest = int(lengths.max())
+        if longest > 1:
+            raise UnsupportedError(
+                f"the graph was captured for max_q_len=1, a request has {longest} query tokens"
+            )
         owned = (lengths > 0).nonzero().flatten()
         owner = torch.full((self._spec.total_q,), -1)
         owner[begins[owned]] = owned
-        padding = owner < 0
-        kv_lens = torch.where(padding, 0, self._table.kv_lens().cpu()[owner])
-        plan_decode(self._wrapper, self._spec, pages_of(self._table, owner.clamp(min=0), kv_lens))
-        self._dead.copy_(pinned(kv_lens == 0), non_blocking=True)
-        self._padding.copy_(pinned(padding), non_blocking=True)
-        self._planned.record()
+        self._plan(owner, torch.where(owner < 0, 0, self._table.kv_lens().cpu()[owner]))
+
+    def _plan(self, owner: Tensor, kv_lens: Tensor) -> None:
+        """Plan for the request that each row belongs to, -1 if to none, and its keys."""
+        # The plan before may still be on its way from the wrapper's pinned memory.
+        self._planned.synchronize()
+        pages = pages_of(self._table, owner.clamp(min=0), kv_lens)
+        plan_decode(self._wrapper, self._spec, _with_a_page_each(pages))
+        self._dead.copy_(pinned((owner >= 0) & (kv_lens == 0)), non_blocking=True)
+        self._live.copy_(pinned(kv_lens > 0), non_blocking=True)
+        if self._spec.device.type == "cuda":
+            self._planned.record(torch.cuda.current_stream(self._spec.device))
 
 
 class Xqa:
@@ -219,16 +233,28 @@ def mask_of(begins: Tensor, counts: Tensor, total: int) -> Tensor:
     return mask
 
 
+def _with_a_page_each(pages: Pages) -> Pages:
+    """Give a token of page 0 to those without pages."""
+    counts = pages.indptr[1:] - pages.indptr[:-1]
+    starts = starts_of(counts.clamp(min=1))
+    indices = pages.indices.new_zeros(int(starts[-1]))
+    indices[_ranges(starts[:-1], counts).to(indices.device)] = pages.indices
+    return Pages(starts, indices, torch.where(counts > 0, pages.last_page_len, 1).int())
+
+
 def _graph_wrapper(
     kernel: str, spec: AttentionSpec, rows: int, width: int, kept: dict[str, Any]
 ) -> Any:
     flashinfer = importlib.import_module("flashinfer")
+    # The width of a CSR table is that of all its rows together.
+    entries = width + rows if spec.is_csr else rows * width
     indptr, indices, last_page_len = (
-        _memory(kept, f"flashinfer {name}", 4 * entries, spec.device).view(torch.int32)[:entries]
-        for name, entries in (("indptr", rows + 1), ("indices", rows * width), ("last", rows))
+        _memory(kept, f"flashinfer {name}", 4 * size, spec.device).view(torch.int32)[:size]
+        for name, size in (("indptr", rows + 1), ("indices", entries), ("last", rows))
     )
+    size = max(WORKSPACE_BYTES, _partials_bytes(spec)) if kernel == "tc" else WORKSPACE_BYTES
     return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        _memory(kept, "flashinfer", WORKSPACE_BYTES, spec.device),
+        _memory(kept, "flashinfer", size, spec.device),
         "NHD",
         use_cuda_graph=True,
         use_tensor_cores=kernel == "tc",
@@ -236,6 +262,19 @@ def _graph_wrapper(
         paged_kv_indices_buffer=indices,
         paged_kv_last_page_len_buffer=last_page_len,
     )
+
+
+def _partials_bytes(spec: AttentionSpec) -> int:
+    """Return what the tensor-core kernel's partial states take in a graph, where it always splits.
+
+    As `PrefillPlan` in FlashInfer's scheduler.cuh bounds them: tiles of 16, 64 or 128 rows, as many
+    as two programs a multiprocessor make, or as the rows of q do.
+    """
+    group, batch = spec.group_size, spec.total_q
+    tile = 16 if group <= 16 else 64 if group <= 64 or spec.head_dim_qk >= 256 else 128
+    programs = 2 * chip(spec.device).num_sms // spec.num_kv_heads
+    tiles = max(programs, -(-batch * group // tile) + batch - 1)
+    return 4 * spec.num_qo_heads * tiles * tile * (spec.head_dim_vo + 1)
 
 
 def _memory(kept: dict[str, Any], name: str, size: int, device: torch.device) -> Tensor:

@@ -60,6 +60,7 @@ performance: $(VENV)/.test
 	$(PY) -m tritonattn report perf/results/peers-h200 --markdown docs/performance.md
 	$(PY) -m tritonattn report perf/results/blockops-h200 --markdown docs/performance_blockops.md
 	$(PY) -m tritonattn report perf/results/host-h200 --markdown docs/performance_host.md
+	$(PY) -m tritonattn report perf/results/policy-h200 --markdown docs/performance_policy.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

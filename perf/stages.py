@@ -1,6 +1,6 @@
 """What the stages of a pipeline cost: memory, capture time, and the host's part of a step.
 
-    python -m tritonattn.perf.stages --out DIR [--stages 4] [--quick]
+    python -m tritonattn.perf.stages --out FILE.csv [--stages 4] [--quick]
 
 Needs a GPU. Ours beside FlashInfer's decode wrapper in the same stages, one for each size, which is
 how engines capture it. A step is decode, on a Llama-3 8B layer with room for 8192 tokens a request.
@@ -21,21 +21,35 @@ import torch
 
 import tritonattn
 from tritonattn import PipelineBuffers, dispatch, use_backend
+from tritonattn.layout import PagedKVCache
 from tritonattn.perf.environment import environment
 from tritonattn.perf.timing import host_us
+from tritonattn.plan import AttentionPlan
 from tritonattn.stage import StageBuffers
 
 BACKENDS = ("triton", "flashinfer")
 SIZES = [1, 2, 4, *range(8, 257, 8), 512]
 GEOMETRY = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
 MAX_PAGES = 512
+FIGURES = {
+    "stages": "stages",
+    "sizes": "captured sizes of each",
+    "buffers_mib": "buffers, MiB",
+    "all_mib": "all that the device has less of, MiB",
+    "capture_s": "all captures, s",
+    "update_from_host_us": "update from pinned tensors, µs",
+    "update_from_device_us": "update from device tensors, µs",
+    "replay_us": "replay, plan included, until it returns, µs",
+    "dispatch_us": "dispatch, µs",
+    "dispatch_planned_us": "dispatch of a layer of a planned step, µs",
+}
 DTYPE = torch.bfloat16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and write `stages.csv`."""
+    """Measure, print a table and write it with the environment."""
     parser = argparse.ArgumentParser(description="What the stages of a pipeline cost.")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="the first three sizes, few rounds")
     args = parser.parse_args(argv)
@@ -46,10 +60,16 @@ def main(argv: list[str] | None = None) -> int:
     facts = environment(torch.device("cuda"))
     rows = [measure(name, args.stages, sizes, rounds) for name in BACKENDS]
     frame = pd.DataFrame(rows)
-    print(frame.set_index("backend").T.to_markdown(floatfmt=".1f"))
-    args.out.mkdir(parents=True, exist_ok=True)
-    frame.assign(**facts).to_csv(args.out / "stages.csv", index=False)
+    print(table(frame))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    frame.assign(**facts).to_csv(args.out, index=False)
     return 0
+
+
+def table(frame: pd.DataFrame) -> str:
+    """Return the figures as Markdown, a column for each backend."""
+    figures = frame.set_index("backend")[list(FIGURES)].rename(columns=FIGURES)
+    return str(figures.T.to_markdown(floatfmt=".1f"))
 
 
 def measure(backend: str, num_stages: int, sizes: list[int], rounds: int) -> dict[str, Any]:
@@ -66,15 +86,15 @@ def measure(backend: str, num_stages: int, sizes: list[int], rounds: int) -> dic
         stage, graph = buffers.stage(0), graphs[0]
         step: dict[str, Any] = {**_step(size)}
         on_device: dict[str, Any] = {name: tensor.cuda() for name, tensor in step.items()}
-        spec = graph.steps[size].choices[0].spec
+        spec = layers[0].plan(size).spec(layers[0].q[:size], PagedKVCache.of(layers[0].cache), ())
         own = sum(t.nbytes for layer in layers for t in (layer.q, layer.out, layer.cache))
 
         def host(work: Callable[[], Any]) -> float:
             return host_us(work, stage.device, wait=False, rounds=rounds)
 
-        def choose() -> None:
+        def choose(planned: str | None) -> None:
             for _ in range(1000):
-                dispatch.choose(spec)
+                dispatch.choose(spec, planned=planned)
 
         return {
             "backend": backend,
@@ -86,7 +106,8 @@ def measure(backend: str, num_stages: int, sizes: list[int], rounds: int) -> dic
             "update_from_host_us": host(lambda: stage.update(**step)),
             "update_from_device_us": host(lambda: stage.update(**on_device)),
             "replay_us": host(lambda: graph.replay(size)),
-            "dispatch_us": host(choose) / 1000,
+            "dispatch_us": host(lambda: choose(None)) / 1000,
+            "dispatch_planned_us": host(lambda: choose(backend)) / 1000,
         }
 
 
@@ -101,12 +122,15 @@ class _Layer:
         shape = (64, 2, GEOMETRY["page_size"], GEOMETRY["num_kv_heads"], GEOMETRY["head_dim"])
         self.cache = torch.randn(shape, device="cuda", dtype=DTYPE)
 
+    def plan(self, batch: int) -> AttentionPlan:
+        """Plan a step."""
+        metadata: dict[str, Any] = {**self.stage.metadata(batch), "max_q_len": 1}
+        return tritonattn.plan_attention(self.q[:batch], self.cache, **metadata, buffers=self.stage)
+
     def decode(self, batch: int) -> None:
         """Launch a step, as `StageBuffers.capture` asks for it."""
-        q, stage = self.q[:batch], self.stage
-        metadata: dict[str, Any] = {**stage.metadata(batch), "max_q_len": 1}
-        plan = tritonattn.plan_attention(q, self.cache, **metadata, buffers=stage)
-        tritonattn.paged_attention(q, self.cache, plan=plan, out=self.out[:batch])
+        q, out = self.q[:batch], self.out[:batch]
+        tritonattn.paged_attention(q, self.cache, plan=self.plan(batch), out=out)
 
 
 def _capture(

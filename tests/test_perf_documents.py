@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from tritonattn.perf import load, report, schema
+from tritonattn.perf import load, report, schema, stages
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {
     "peers-h200": "performance.md",
     "blockops-h200": "performance_blockops.md",
     "host-h200": "performance_host.md",
+    "policy-h200": "performance_policy.md",
 }
 
 
 def test_every_result_is_in_a_document() -> None:
-    assert sorted(path.name for path in (ROOT / "perf/results").iterdir()) == sorted(DOCUMENTS)
+    folders = [path.name for path in (ROOT / "perf/results").iterdir() if path.is_dir()]
+    assert sorted(folders) == sorted(DOCUMENTS)
+
+
+def test_the_costs_of_stages_are_in_the_log() -> None:
+    frame = pd.read_csv(ROOT / "perf/results/stages-h200.csv")
+    assert stages.table(frame) in (ROOT / "docs/performance_log.md").read_text()
+    for column in ("gpu", "torch", "triton", "flashinfer", "git_commit"):
+        assert frame[column].notna().all()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

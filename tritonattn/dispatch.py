@@ -236,11 +236,16 @@ def _policy_of_environment() -> Policy | None:
         return Policy(str(path), {}, (), problem=f"TRITONATTN_POLICY is ignored: {error}")
 
 
-def _request(spec: AttentionSpec, name: str, by: str) -> Request:
-    policy = current_policy() if name == "auto" else None
-    if name == "triton" or (name == "auto" and policy is None):
-        return Request(spec, name, by)
-    return Request(spec, name, by, policy, _graph(spec))
+def _decide_now(spec: AttentionSpec, name: str, by: str) -> Decision:
+    """Decide for a call here and now, from what is asked for, and by whom."""
+    request = Request(spec, name, by, current_policy() if name == "auto" else None)
+    decision = decide(request)
+    # Any graph holds triton's calls, and to ask about a capture costs more than the rest.
+    if decision.backend != "triton":
+        graph = _graph(spec)
+        if graph:
+            decision = decide(request._replace(graph=graph))
+    return decision
 
 
 def _graph(spec: AttentionSpec) -> Graph:
@@ -259,7 +264,7 @@ def choose(spec: AttentionSpec, backend: str = "auto", planned: str | None = Non
     if planned is not None and name in ("auto", planned):
         chosen = planned
     else:
-        decision = decide(_request(spec, name, by))
+        decision = _decide_now(spec, name, by)
         if decision.refusal is not None:
             raise UnsupportedError(decision.refusal)
         chosen = decision.backend
@@ -282,11 +287,10 @@ def record() -> Iterator[list[Choice]]:
 
 def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
     """Return what `choose` would do, without raising for a refusal."""
-    request = _request(spec, *asked(backend))
-    decision = decide(request)
+    decision = _decide_now(spec, *asked(backend))
+    call = Request(spec, "auto", "", graph=_graph(spec))
     every = {name: get_backend(name) for name in (*BACKENDS, *FLASHINFER_KERNELS)}
-    held = request._replace(graph=_graph(spec))
-    verdicts = {n: _refusal(held, n) or f"accepts{one.caveat}" for n, one in every.items()}
+    verdicts = {n: _refusal(call, n) or f"accepts{one.caveat}" for n, one in every.items()}
     if decision.refusal is not None:
         return Explanation(None, f"{decision.reason}: {decision.refusal}", verdicts)
     return Explanation(decision.backend, decision.reason, verdicts)

@@ -217,12 +217,13 @@ def test_a_call_that_cannot_be_captured(device: torch.device) -> None:
 
 
 def test_costs_of_stages(tmp_path: Path) -> None:
-    assert stages.main(["--out", str(tmp_path), "--stages", "2", "--quick"]) == 0
-    table = pd.read_csv(tmp_path / "stages.csv").set_index("backend")
+    file = tmp_path / "stages.csv"
+    assert stages.main(["--out", str(file), "--stages", "2", "--quick"]) == 0
+    table = pd.read_csv(file).set_index("backend")
     assert list(table.index) == ["triton", "flashinfer"]
     assert (table["sizes"] == 3).all()
     assert (table["stages"] == 2).all()
-    figures = table[["buffers_mib", "capture_s", "update_from_host_us", "replay_us", "dispatch_us"]]
+    figures = table[list(stages.FIGURES)]
     assert (figures > 0).all(axis=None)
     # Its plan waits for the device and is made on the host.
     assert table["replay_us"]["flashinfer"] > table["replay_us"]["triton"]

@@ -79,9 +79,14 @@ def _scales(scale: float | Tensor | None) -> bool:
     return isinstance(scale, Tensor) or (scale is not None and scale != 1.0)
 
 
+def is_head_dim(head_dim: int) -> bool:
+    """Return whether the library supports `head_dim`."""
+    return HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX and head_dim % HEAD_DIM_STEP == 0
+
+
 def check_head_dim(name: str, head_dim: int) -> None:
     """Raise `ValueError` unless `head_dim` is one that the library supports."""
-    if not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX or head_dim % HEAD_DIM_STEP:
+    if not is_head_dim(head_dim):
         raise ValueError(
             f"{name} must be a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, "
             f"got {head_dim}"

@@ -1,0 +1,46 @@
+"""vLLM: `--attention-backend CUSTOM`, registered by the entry point `vllm.general_plugins`.
+
+    vllm serve MODEL --attention-backend CUSTOM
+
+vLLM calls `register` in each of its processes. The classes are in `vllm_backend`, which is imported
+when vLLM asks for them: without the flag nothing of this library is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The interface of attention backends changes from release to release.
+_RELEASE = "0.25"
+
+
+def register() -> None:
+    """Make `CUSTOM` known to vLLM; called by vLLM in each of its processes.
+
+    Never raises for a vLLM that it does not know: others may use that without this backend. The
+    problem is told when the backend is asked for.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Backend` when it is asked for.
+
+    Of an `ImportError` vLLM would show the name alone, so a problem becomes a `RuntimeError`.
+    """
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm import __version__
+
+    if not __version__.startswith(f"{_RELEASE}."):
+        raise RuntimeError(
+            f"tritonattn knows the attention backends of vLLM {_RELEASE}, got {__version__}: "
+            f"pip install 'vllm~={_RELEASE}.0', or choose another --attention-backend"
+        )
+    try:
+        from tritonattn.engines.vllm_backend import TritonAttnBackend
+    except ImportError as error:
+        raise RuntimeError(f"tritonattn cannot serve as vLLM's CUSTOM backend: {error}") from error
+    return TritonAttnBackend

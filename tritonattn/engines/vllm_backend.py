@@ -8,7 +8,6 @@ dimensions are NHD to us, whatever vLLM's layout makes their strides.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -38,7 +38,8 @@ from tritonattn.buffers import PipelineBuffers
 from tritonattn.plan import AttentionPlan
 from tritonattn.spec import Q_DTYPES, is_head_dim
 
-_log = logging.getLogger(__name__)
+# vLLM shows what comes from below its own logger.
+_log = init_logger(f"vllm.{__name__}")
 
 
 class TritonAttnBackend(AttentionBackend):

@@ -150,6 +150,7 @@ def test_wheel_holds_the_kernels_and_not_the_results(wheel: zipfile.ZipFile):
     assert kernels
     assert kernels <= names
     assert {"tritonattn/perf/planted.py", "tritonattn/py.typed", "tritonattn/__init__.py"} <= names
+    assert "tritonattn/policies/h200.json" in names
     assert not [name for name in names if "/results/" in name]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"tritonattn"}
 
@@ -172,6 +173,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile, metadata: Message):
     assert metadata["License-Expression"] == "Apache-2.0"
     (scripts,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
     assert "tritonattn = tritonattn.cli:main" in wheel.read(scripts).decode()
+    assert "tritonattn = tritonattn.engines.vllm:register" in wheel.read(scripts).decode()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ MAX_DECODE_Q_LEN = 8
 
 # Split-KV work is cut so that about this many programs per multiprocessor have something to do.
 DECODE_CTAS_PER_SM = 4
+STREAM_CTAS_PER_SM = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,16 @@ def split_programs(spec: AttentionSpec) -> int:
     if spec.device.type == "cpu":
         return 1
     return chip(spec.device).num_sms * DECODE_CTAS_PER_SM
+
+
+def stream_workers(spec: AttentionSpec) -> int:
+    """Return how many programs share short queries evenly: as many as the chip holds at once."""
+    return 4 if spec.device.type == "cpu" else chip(spec.device).num_sms * STREAM_CTAS_PER_SM
+
+
+def is_swapped(spec: AttentionSpec) -> bool:
+    """Return whether the tokens of a tile are the rows of its products, as Hopper's units want."""
+    return chip(spec.device).has_wgmma and not _needs_registers(spec)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -119,8 +119,8 @@ STAGE_FAULTS = [
     (
         "ties-go-to-the-peer",
         "tritonattn/policy.py",
-        'self.us["triton"] <= TIE * self.us[best]',
-        'self.us["triton"] <= self.us[best]',
+        'self.us["triton"] <= TIE * self.us[order[0]]',
+        'self.us["triton"] <= self.us[order[0]]',
         D + "test_ties_go_to_triton",
     ),
     (

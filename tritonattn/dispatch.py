@@ -23,6 +23,7 @@ from tritonattn import env, graph_step
 from tritonattn.backends import (
     BACKENDS,
     FLASHINFER_KERNELS,
+    TRITON_KERNELS,
     UnsupportedError,
     get_backend,
     is_backend,
@@ -122,7 +123,7 @@ def asked(backend: str = "auto") -> tuple[str, str]:
         return _context.get(), "use_backend"
     named = env.backend()
     if named != "auto" and not is_backend(named):
-        allowed = (*BACKENDS, *FLASHINFER_KERNELS)
+        allowed = (*BACKENDS, *TRITON_KERNELS, *FLASHINFER_KERNELS)
         raise ValueError(f"TRITONATTN_BACKEND must be one of {allowed}, got {named!r}")
     return (named, "TRITONATTN_BACKEND") if named != "auto" else ("auto", "")
 

@@ -1,7 +1,12 @@
-"""Our kernels as a backend: a device-side plan once a step, then one or two kernels a layer."""
+"""Our kernels as a backend: a device-side plan once a step, then one to three kernels a layer.
+
+`triton:stream` serves short queries by even shares of all KV tiles in one launch. It is new and has
+not been measured: "triton" does not take it.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -13,6 +18,8 @@ from tritonattn.env import INTERPRET
 from tritonattn.kernels import decode as decode_op
 from tritonattn.kernels import plan as plan_op
 from tritonattn.kernels import prefill as prefill_op
+from tritonattn.kernels import stream as stream_op
+from tritonattn.kernels import stream_plan as stream_plan_op
 from tritonattn.kernels._config import on_device, within
 from tritonattn.layout import PageTable
 from tritonattn.spec import AttentionSpec
@@ -24,6 +31,15 @@ class TritonPlan:
 
     work: plan_op.WorkLists
     partials: decode_op.Partials
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """Shares and scratch of one step, and the work lists of its longer queries."""
+
+    work: plan_op.WorkLists
+    shares: stream_plan_op.Shares
+    partials: stream_op.Partials
 
 
 class TritonBackend:
@@ -65,13 +81,7 @@ class TritonBackend:
         states live within a run.
         """
         needed = WorkspaceBytes(plan_op.workspace_bytes(spec), decode_op.workspace_bytes(spec))
-        workspace.check(spec, needed)
-        lists, partials = (
-            torch.empty(size, dtype=torch.uint8, device=spec.device)
-            if have is None
-            else have[:size]
-            for have, size in zip((workspace.step, workspace.call), needed, strict=True)
-        )
+        lists, partials = _memory(spec, workspace, needed)
         work = plan_op.carve(spec, lists)
         with on_device(spec.device):
             plan_op.plan(spec, table, qo_indptr, work)
@@ -84,23 +94,90 @@ class TritonBackend:
 
     def run(self, call: AttentionCall, state: TritonPlan) -> None:
         """Launch the kernels whose lists can have entries; both paths write disjoint rows."""
-        spec, work = call.spec, state.work
-        sm_scale_log2 = call.sm_scale * math.log2(math.e)
-        lse_scale = 1.0 if call.lse_base == "log2" else math.log(2.0)
-        layer = (spec, call.q, call.cache, call.table, work)
+        with on_device(call.spec.device):
+            if state.work.capacity.prefill:
+                _prefill(call, state.work)
+            decode_op.decode(
+                call.spec, call.q, call.cache, call.table, state.work, state.partials, call.out,
+                call.lse, **_scales(call),
+            )  # fmt: skip
+
+
+class StreamBackend(TritonBackend):
+    """The Triton kernels, short queries by even shares."""
+
+    name = "triton:stream"
+    caveat = "; not measured yet"
+
+    def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
+        """Return the sizes of lists and shares, and of the partial states."""
+        shapes = within(spec)
+        return WorkspaceBytes(
+            step=max(_step_bytes(shape) for shape in shapes),
+            call=max(stream_op.workspace_bytes(shape) for shape in shapes),
+        )
+
+    def plan(  # type: ignore[override]
+        self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
+    ) -> StreamPlan:
+        """Launch the planner of shares, and that of query tiles where there can be any."""
+        needed = WorkspaceBytes(_step_bytes(spec), stream_op.workspace_bytes(spec))
+        step, call = _memory(spec, workspace, needed)
+        # Shares first: they have words of 8 bytes.
+        first = stream_plan_op.workspace_bytes(spec)
+        shares = stream_plan_op.carve(spec, step[:first])
+        work = plan_op.carve(spec, step[first:])
         with on_device(spec.device):
             if work.capacity.prefill:
-                prefill_op.prefill(
-                    *layer, call.out, call.lse, sm_scale_log2=sm_scale_log2, lse_scale=lse_scale
-                )
-            decode_op.decode(
-                *layer,
-                state.partials,
-                call.out,
-                call.lse,
-                sm_scale_log2=sm_scale_log2,
-                lse_scale=lse_scale,
-            )
+                plan_op.plan(spec, table, qo_indptr, work)
+            stream_plan_op.plan(spec, table, qo_indptr, shares)
+        return StreamPlan(work, shares, stream_op.carve(spec, call))
+
+    def run(self, call: AttentionCall, state: StreamPlan) -> None:  # type: ignore[override]
+        """Launch the kernels whose lists can have entries; both paths write disjoint rows."""
+        with on_device(call.spec.device):
+            if state.work.capacity.prefill:
+                _prefill(call, state.work)
+            stream_op.stream(
+                call.spec, call.q, call.cache, call.table, state.shares, state.partials, call.out,
+                call.lse, **_scales(call),
+            )  # fmt: skip
+
+
+def _step_bytes(spec: AttentionSpec) -> int:
+    return stream_plan_op.workspace_bytes(spec) + plan_op.workspace_bytes(spec)
+
+
+def _memory(
+    spec: AttentionSpec, workspace: Workspace, needed: WorkspaceBytes
+) -> tuple[Tensor, Tensor]:
+    """Return the step's memory and the call's, of just the sizes that are needed."""
+    workspace.check(spec, needed)
+    step, call = (
+        torch.empty(size, dtype=torch.uint8, device=spec.device) if have is None else have[:size]
+        for have, size in zip((workspace.step, workspace.call), needed, strict=True)
+    )
+    return step, call
+
+
+def _scales(call: AttentionCall) -> dict[str, float]:
+    return {
+        "sm_scale_log2": call.sm_scale * math.log2(math.e),
+        "lse_scale": 1.0 if call.lse_base == "log2" else math.log(2.0),
+    }
+
+
+def _prefill(call: AttentionCall, work: plan_op.WorkLists) -> None:
+    prefill_op.prefill(
+        call.spec, call.q, call.cache, call.table, work, call.out, call.lse, **_scales(call)
+    )
 
 
 BACKEND = TritonBackend()
+
+
+@functools.cache
+def with_kernel(kernel: str) -> StreamBackend:
+    """Return the backend with a kernel of its own for short queries."""
+    assert kernel == "stream"
+    return StreamBackend()

@@ -2,6 +2,7 @@
 
 B, D = "tests/test_buffers.py::", "tests/test_dispatch.py::"
 G = "tests/test_flashinfer_graphs.py::"
+S = "tests/test_stream.py::"
 
 STAGE_FAULTS = [
     (
@@ -129,5 +130,33 @@ STAGE_FAULTS = [
         "if max(octaves) <= REACH else None",
         "if octaves else None",
         D + "test_the_nearest_case",
+    ),
+    (
+        "share-counts-on",
+        "kernels/stream.py",
+        "                tl.store(counter, 0)\n",
+        "",
+        S + "test_any_cut_gives_the_same",
+    ),
+    (
+        "share-in-the-wrong-slot",
+        "kernels/stream.py",
+        "first_slot = 2 * first_worker + begins_inside.to(tl.int32)",
+        "first_slot = 2 * first_worker",
+        S + "test_any_cut_gives_the_same",
+    ),
+    (
+        "share-counters-stay-dirty",
+        "kernels/stream_plan.py",
+        "tl.store(counters_ptr + first + offs, 0, mask=first + offs < num_counters)",
+        "pass",
+        S + "test_a_plan_cleans_the_counters_of_a_launch_that_was_cut",
+    ),
+    (
+        "shares-without-their-rest",
+        "kernels/stream_plan.py",
+        "return worker.to(tl.int64) * base + tl.minimum(worker, tl.maximum(rem, 0))",
+        "return worker.to(tl.int64) * base",
+        S + "test_every_tile_has_one_worker_and_shares_are_even",
     ),
 ]

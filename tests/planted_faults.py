@@ -328,6 +328,53 @@ FAULTS = [
     *(Fault(*fault) for fault in PERF_FAULTS + STAGE_FAULTS),
 ]
 
+_V = "tests/test_engine_vllm.py::"
+# Their tests need vLLM.
+VLLM_FAULTS = [
+    Fault(
+        "scale-of-the-layer-ignored",
+        "tritonattn/engines/vllm_backend.py",
+        "plan=plan, sm_scale=self.scale, out=output",
+        "plan=plan, out=output",
+        _V + "test_steps_are_right",
+    ),
+    Fault(
+        "bound-of-the-capture-kept",
+        "tritonattn/engines/vllm_backend.py",
+        "mixed = mode.mixed_mode() == CUDAGraphMode.FULL",
+        "mixed = False",
+        _V + "test_a_plan_serves_what_stands_there_later",
+    ),
+    Fault(
+        "requests-of-earlier-steps",
+        "tritonattn/engines/vllm_backend.py",
+        "seq_lens=step.seq_lens[:batch]",
+        "seq_lens=step.seq_lens",
+        _V + "test_steps_are_right",
+    ),
+    Fault(
+        "room-for-fewer-requests",
+        "tritonattn/engines/vllm_backend.py",
+        "max_batch_size=scheduler.max_num_seqs",
+        "max_batch_size=scheduler.max_num_seqs // 2",
+        _V + "test_a_step_at_capacity",
+    ),
+    Fault(
+        "layers-before-pages",
+        "tritonattn/engines/vllm_backend.py",
+        "return (1, 2, 4, 0, 3, 5) if hnd else (1, 0, 2, 3, 4, 5)",
+        "return (0, 1, 2, 4, 3, 5) if hnd else (0, 1, 2, 3, 4, 5)",
+        _V + "test_the_cache_is_flashinfers",
+    ),
+    Fault(
+        "draft-models-let-in",
+        "tritonattn/engines/vllm_backend.py",
+        "speculation.method not in _DRAFTLESS",
+        "False",
+        _V + "test_draft_models_are_refused",
+    ),
+]
+
 
 def verdict(fault: Fault) -> str:
     """Return "" if the test of a fault catches it, else what went wrong."""
@@ -342,7 +389,8 @@ def verdict(fault: Fault) -> str:
             return f"{fault.right!r} stands {text.count(fault.right)} times in {fault.file}"
         source.write_text(text.replace(fault.right, fault.wrong))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.test]
-        environment = {**os.environ, "PYTHONPATH": folder}
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
         options = {"cwd": copy, "env": environment, "timeout": TIMEOUT_S}
         try:
             run = subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -363,8 +411,10 @@ def main() -> int:
     """Plant all faults, or those named; return 1 if one goes unnoticed."""
     parser = argparse.ArgumentParser(description="Plant faults and see that the tests notice.")
     parser.add_argument("name", nargs="*", help="default: all")
-    names = parser.parse_args().name
-    faults = [fault for fault in FAULTS if not names or fault.name in names]
+    parser.add_argument("--vllm", action="store_true", help="those of the adapter for vLLM")
+    args = parser.parse_args()
+    known = VLLM_FAULTS if args.vllm else FAULTS
+    faults = [fault for fault in known if not args.name or fault.name in args.name]
     missed = 0
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for fault, problem in zip(faults, pool.map(verdict, faults), strict=True):

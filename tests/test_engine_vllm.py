@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import logging
 import math
 import sys
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends import utils as vllm_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
+from vllm.v1.worker.utils import AttentionGroup
 
 from tritonattn.engines import vllm as engine
 from tritonattn.engines import vllm_backend
@@ -34,6 +36,7 @@ from tritonattn.engines.vllm_backend import (
 )
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
+SCALE = 0.4  # not the default of a head dim
 MAX_REQS, MAX_TOKENS, MAX_LEN = 8, 64, 128
 CAPABILITY = DeviceCapability(9, 0)
 
@@ -144,6 +147,10 @@ def test_the_cache_is_flashinfers(layout: str) -> None:
     layered = TritonAttnBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
     assert sorted(layered) == list(range(6))
     assert layered[0] == 1
+    # Without the layers it is the order of one layer's cache, pages first.
+    one_layer = [i - 1 for i in layered if i != 0]
+    assert one_layer == list(order) or layout == "HND"
+    assert one_layer.index(4) == 4
     # What padded pages and KV connectors ask for.
     assert TritonAttnBackend.indexes_kv_by_block_stride()
 
@@ -186,12 +193,15 @@ class Step:
         self.new_k, self.new_v = new_kv.unbind(1)
         starts = torch.tensor([0, *q_lens, *[0] * pad_reqs]).cumsum(0).int()
         null = torch.zeros(pad_reqs, width, dtype=torch.int32)
+        # vLLM passes views of what holds more requests; what is behind them is of earlier steps.
+        stale = torch.full((MAX_REQS,), 77, dtype=torch.int32)
         self.common = CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([*kv_lens, *[0] * pad_reqs], dtype=torch.int32),
+            query_start_loc=torch.cat([starts, stale]), query_start_loc_cpu=starts,
+            seq_lens=torch.cat([torch.tensor([*kv_lens, *[0] * pad_reqs]).int(), stale]),
             num_reqs=batch + pad_reqs, num_actual_tokens=tokens + pad_tokens,
             max_query_len=max(q_lens), max_seq_len=max(kv_lens),
-            block_table_tensor=torch.cat([self.pages, null]), slot_mapping=self.slots,
+            block_table_tensor=torch.cat([self.pages, null, stale[:, None].expand(-1, width)]),
+            slot_mapping=self.slots,
         )  # fmt: skip
 
     def expected(self) -> Tensor:
@@ -200,29 +210,38 @@ class Step:
         for k, v, n in zip(self.k, self.v, self.q_lens, strict=True):
             q, seen = self.q[begin : begin + n], torch.ones(n, len(k), dtype=torch.bool)
             mask = seen.tril(len(k) - n)
-            out.append(fp64_attention(q, k, v, mask, DIM**-0.5)[0])
+            out.append(fp64_attention(q, k, v, mask, SCALE)[0])
             begin += n
         return torch.cat(out)
 
 
 def make_builder(
-    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    monkeypatch: pytest.MonkeyPatch,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    spec: Any = None,
+    speculative: str | None = None,
 ) -> TritonAttnMetadataBuilder:
     monkeypatch.setattr(vllm_backend, "get_num_attention_heads_from_layers", lambda *_: HEADS)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, max_num_batched_tokens=MAX_TOKENS),
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        speculative_config=speculative and SimpleNamespace(method=speculative),
     )
-    spec = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
+    spec = spec or FullAttentionSpec(
+        block_size=2 * PAGE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
     )
-    return TritonAttnMetadataBuilder(spec, ["layer.0"], config, torch.device("cpu"))  # type: ignore[arg-type]
+    # As vLLM makes them; blocks of its own are twice as large as those of the cache.
+    group = AttentionGroup(TritonAttnBackend, ["layer.0"], spec, 0)
+    group.create_metadata_builders(config, torch.device("cpu"), kernel_block_size=PAGE)
+    builder = group.get_metadata_builder()
+    assert isinstance(builder, TritonAttnMetadataBuilder)
+    return builder
 
 
 def run(step: Step, builder: TritonAttnMetadataBuilder, *, layers: int = 2) -> Tensor:
     """Run a step's layers, which here have the same cache."""
-    impl = TritonAttnImpl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+    impl = TritonAttnImpl(HEADS, DIM, SCALE, KV_HEADS)
     metadata = builder.build(0, step.common)
     output = torch.full_like(step.q, 7.0)
     for _ in range(layers):
@@ -250,6 +269,94 @@ def test_steps_are_right(
         assert (out[rows:] == 7.0).all()
 
 
+def test_a_plan_serves_what_stands_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's plan is launched anew over the same tensors: for longer queries than captured."""
+    builder = make_builder(monkeypatch, CUDAGraphMode.FULL)
+    captured = Step([5] * MAX_REQS, [9] * MAX_REQS)
+    metadata = builder.build_for_cudagraph_capture(captured.common)
+    later = Step([33, 7], [120, 40], pad_reqs=MAX_REQS - 2)
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor"):
+        place, new = getattr(captured.common, name), getattr(later.common, name)
+        place[: new.size(0)].copy_(new)
+    impl = TritonAttnImpl(HEADS, DIM, SCALE, KV_HEADS)
+    output = torch.full_like(captured.q, 7.0)
+    impl.do_kv_cache_update(None, later.new_k, later.new_v, later.cache, later.slots)
+    impl.forward(None, later.q, later.new_k, later.new_v, later.cache, metadata, output)
+    torch.testing.assert_close(output, later.expected().float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_at_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = make_builder(monkeypatch)
+    step = Step([MAX_TOKENS - MAX_REQS + 1, *[1] * (MAX_REQS - 1)], [128, *range(1, MAX_REQS)])
+    out = run(step, builder)
+    torch.testing.assert_close(out, step.expected().float(), rtol=1e-4, atol=1e-4)
+
+
+def test_buffers_do_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are vLLM's own: at a million tokens a copy would take hundreds of MiB."""
+    sizes = []
+    for length in (128, 1 << 20):
+        monkeypatch.setattr(f"{__name__}.MAX_LEN", length)
+        stage = make_builder(monkeypatch)._stage
+        sizes.append(stage.workspace.step.nbytes + stage.block_table.nbytes)  # type: ignore[union-attr]
+    assert sizes[0] == sizes[1]
+
+
+def test_layers_that_share_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that shares an earlier layer's writes nothing: vLLM does not ask it to."""
+    builder, step = make_builder(monkeypatch), Step([1, 2], [30, 9])
+    metadata = builder.build(0, step.common)
+    writer = TritonAttnImpl(HEADS, DIM, SCALE, KV_HEADS)
+    sharer = TritonAttnImpl(
+        HEADS, DIM, SCALE, KV_HEADS, kv_sharing_target_layer_name="model.layers.0"
+    )
+    writer.do_kv_cache_update(None, step.new_k, step.new_v, step.cache, step.slots)
+    output = torch.empty_like(step.q)
+    sharer.forward(None, step.q, step.new_k, step.new_v, step.cache, metadata, output)
+    torch.testing.assert_close(output, step.expected().float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention_chunk_size": 64}, "attention in chunks"),
+        (None, "a cache of ChunkedLocalAttentionSpec"),
+    ],
+)
+def test_caches_that_are_refused(
+    fields: dict[str, Any] | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks nobody about these; batches of virtual requests would come later."""
+    shape: dict[str, Any] = {
+        "block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.float32,
+    }  # fmt: skip
+    if fields is None:
+        spec: Any = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64)
+    else:
+        spec = FullAttentionSpec(**shape, **fields)
+    with pytest.raises(NotImplementedError, match=f"does not support {said}"):
+        make_builder(monkeypatch, spec=spec)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model"])
+def test_draft_models_are_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hands the metadata of one model's graph to the other's."""
+    with pytest.raises(NotImplementedError, match=f"does not support speculation by {method}"):
+        make_builder(monkeypatch, speculative=method)
+    make_builder(monkeypatch, speculative="ngram")
+
+
+def test_a_policy_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might choose what waits for the device; a backend that is named is taken."""
+    step = Step([1], [9])
+    assert make_builder(monkeypatch).build(0, step.common).plan.backend == "triton"
+    monkeypatch.setenv("TRITONATTN_BACKEND", "reference")
+    assert make_builder(monkeypatch).build(0, step.common).plan.backend == "reference"
+    out = run(step, make_builder(monkeypatch))
+    torch.testing.assert_close(out, step.expected().float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not env.INTERPRET, reason="outside the interpreter nothing plans on the CPU")
 def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """By its first layer, so that a graph holds the plan; describing a step launches nothing."""
     from tritonattn.backends.triton import TritonBackend
@@ -262,7 +369,7 @@ def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch, layout: str) ->
     builder.build_for_cudagraph_capture(step.common)
     assert not planned
     run(step, builder, layers=3)
-    assert len(planned) == (1 if env.INTERPRET else 0)
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize(
@@ -323,6 +430,18 @@ def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.register()
     with pytest.raises(RuntimeError, match=r"knows .* vLLM 0.25, got 0.99.1"):
         registry.AttentionBackendEnum.CUSTOM.get_class()
+
+
+def test_registering_with_a_vllm_that_has_moved_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would stop there, for those too who want another backend."""
+    monkeypatch.delattr(registry, "register_backend")
+    engine._log.propagate = True
+    monkeypatch.setattr(engine._log, "parent", logging.getLogger())
+    with caplog.at_level(logging.WARNING):
+        engine.register()
+    assert "could not register CUSTOM" in caplog.text
 
 
 def test_an_import_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from tritonattn import checks, dispatch, env
+from tritonattn import checks, dispatch
 from tritonattn.backends import AttentionCall, get_backend
 from tritonattn.layout import KVCacheLike, PagedKVCache
 from tritonattn.plan import AttentionPlan
 from tritonattn.spec import AttentionSpec, check_dtypes, requested_features
 from tritonattn.stage import StageBuffers, check_stage
+from tritonattn.staging import values_are_checked
 
 
 def plan_attention(
@@ -76,7 +77,7 @@ def plan_attention(
     if q is not None and cache is not None:
         checks.check_q(q)
         spec = _describe(q, cache, plan, ())
-        if env.validate_values():
+        if values_are_checked(q.device):
             checks.check_values(spec, qo_indptr, table, cache)
         plan.state(spec, dispatch.choose(spec, backend))
     return plan
@@ -211,7 +212,7 @@ def paged_attention(
     asked = plan.backend if backend == "auto" else backend
     name = dispatch.choose(spec, asked, plan.planned_by(spec))
     out, lse = checks.make_results(q, spec.head_dim_vo, out, lse, return_lse)
-    if env.validate_values():
+    if values_are_checked(q.device):
         checks.check_values(spec, plan.qo_indptr, plan.table, cache)
     if spec.total_q and spec.batch_size:
         call = AttentionCall(

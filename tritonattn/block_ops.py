@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tritonattn import block_checks as checks
-from tritonattn import env
 from tritonattn.implementations import implementation
 from tritonattn.layout import KVCacheLike, PagedKVCache
+from tritonattn.staging import values_are_checked
 
 
 def copy_blocks(kv_caches: Sequence[KVCacheLike], src_to_dst: Tensor) -> None:
@@ -53,7 +53,7 @@ def copy_blocks(kv_caches: Sequence[KVCacheLike], src_to_dst: Tensor) -> None:
     checks.check_mapping_form(src_to_dst, (torch.device("cpu"), device))
     if src_to_dst.device.type == "cpu":
         checks.check_mapping(src_to_dst, num_pages, num_pages, one_pool=True)
-    elif env.validate_values():
+    elif values_are_checked(device):
         checks.check_mapping(src_to_dst.cpu(), num_pages, num_pages, one_pool=True, padded=True)
     if src_to_dst.size(0):
         src_ids, dst_ids = _to_device("src_to_dst", src_to_dst, device).unbind(1)
@@ -135,7 +135,7 @@ def gather_blocks(
     """
     cache = checks.cache_of("kv_cache", kv_cache)
     checks.check_block_ids(block_ids, cache)
-    if env.validate_values():
+    if values_are_checked(cache.device):
         checks.check_padded_ids(block_ids, cache.num_pages)
     if out is None:
         out = _empty_pages(kv_cache, block_ids.size(0))
@@ -167,7 +167,7 @@ def zero_blocks(kv_caches: Sequence[KVCacheLike], block_ids: Tensor) -> None:
     caches = checks.layers_of(kv_caches)
     device = caches[0].device
     checks.check_block_ids(block_ids, caches[0])
-    if env.validate_values():
+    if values_are_checked(device):
         checks.check_padded_ids(block_ids, caches[0].num_pages)
     if block_ids.size(0):
         ids = _to_device("block_ids", block_ids, device)
@@ -215,7 +215,7 @@ def reshape_and_cache(
     checks.check_index("slot_mapping", slot_mapping, cache.device)
     num_tokens = slot_mapping.size(0)
     checks.check_tokens(("key", "value"), key, value, cache, "slot_mapping", num_tokens)
-    if env.validate_values():
+    if values_are_checked(cache.device):
         checks.check_slots(slot_mapping, cache.num_pages * cache.page_size)
     if num_tokens:
         implementation("append", cache.device).append_to_slots(key, value, cache, slot_mapping)

@@ -2,7 +2,7 @@
 
 | variable | values | meaning |
 |---|---|---|
-| `TRITONATTN_VALIDATE` | `0`, `1` | check values on the device (page ids, lengths); synchronizes |
+| `TRITONATTN_VALIDATE` | `0`, `1` | check values on the device, outside of captures; synchronizes |
 | `TRITONATTN_CACHE_DIR` | folder | what the demo keeps; default: `tritonattn` in the user's cache |
 | `TRITONATTN_DEMO_MODEL` | folder | Hugging Face model for the demo and its GPU test |
 | `TRITONATTN_COMMIT` | text | commit that sweeps record where the sources have no `.git` |

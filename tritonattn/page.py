@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tritonattn import block_checks as checks
-from tritonattn import env
 from tritonattn.implementations import implementation
 from tritonattn.layout import KVCacheLike, PagedKVCache, PageTable
+from tritonattn.staging import values_are_checked
 
 
 def append_paged_kv_cache(
@@ -76,7 +76,7 @@ def append_paged_kv_cache(
         )
     tokens = (append_key, append_value)
     checks.check_tokens(("append_key", "append_value"), *tokens, cache, "batch_indices", nnz)
-    if env.validate_values():
+    if values_are_checked(cache.device):
         _check_places(cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     if nnz:
         append = implementation("append", cache.device).append_to_table

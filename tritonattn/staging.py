@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tritonattn import env
 from tritonattn.layout import check_index_tensor
 
 _CPU = torch.device("cpu")
@@ -20,6 +21,11 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Return whether values on the device are to be checked here: a capture cannot read them."""
+    return env.validate_values() and not is_capturing(device)
 
 
 def check_place(name: str, tensor: Tensor, device: torch.device, ndim: int = 1) -> None:

@@ -8,8 +8,10 @@ when vLLM asks for them: without the flag nothing of this library is.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+_log = logging.getLogger(f"vllm.{__name__}")
 # The interface of attention backends changes from release to release.
 _RELEASE = "0.25"
 
@@ -17,12 +19,18 @@ _RELEASE = "0.25"
 def register() -> None:
     """Make `CUSTOM` known to vLLM; called by vLLM in each of its processes.
 
-    Never raises for a vLLM that it does not know: others may use that without this backend. The
-    problem is told when the backend is asked for.
+    Never raises: vLLM would stop there, for those too who do not use this backend. A problem is
+    told when the backend is asked for, or logged where it cannot be.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
+        register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
+    except Exception as error:  # another release may have moved any of it
+        _log.warning(
+            "tritonattn knows the attention backends of vLLM %s and could not register CUSTOM: %r",
+            _RELEASE, error,
+        )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.utils import (
     get_kv_cache_layout,
     get_num_attention_heads_from_layers,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tritonattn import dispatch
 from tritonattn.attention import paged_attention, plan_attention
@@ -38,6 +39,8 @@ from tritonattn.buffers import PipelineBuffers
 from tritonattn.plan import AttentionPlan
 from tritonattn.spec import Q_DTYPES, is_head_dim
 
+# Ways to speculate without a draft model.
+_DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
 # vLLM shows what comes from below its own logger.
 _log = init_logger(f"vllm.{__name__}")
 
@@ -111,7 +114,7 @@ class TritonAttnBackend(AttentionBackend):
         return f"a {kv_cache_dtype} cache for a model of {dtype} not supported"
 
 
-@dataclass
+@dataclass  # neither frozen nor slotted: vLLM sets attributes of its own
 class TritonAttnMetadata(AttentionMetadata):
     """What the layers of a step share."""
 
@@ -129,13 +132,14 @@ class TritonAttnMetadataBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _refuse(kv_cache_spec, vllm_config)
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
         buffers = PipelineBuffers.allocate(
             num_stages=1,
             max_batch_size=scheduler.max_num_seqs,
             max_num_tokens=scheduler.max_num_batched_tokens,
-            max_pages_per_request=-(-model.max_model_len // kv_cache_spec.block_size),
+            max_pages_per_request=1,  # of a table in the stage: steps are planned from vLLM's own
             num_qo_heads=heads or model.get_num_attention_heads(vllm_config.parallel_config),
             num_kv_heads=kv_cache_spec.num_kv_heads,
             head_dim=kv_cache_spec.head_size,
@@ -144,10 +148,12 @@ class TritonAttnMetadataBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             device=device,
         )
         self._stage = buffers.stage(0)
-        backend, by = dispatch.asked()
+        asked, by = dispatch.asked()
+        # Never by a policy: its choice might plan on the host, and wait there.
+        self._backend = "triton" if asked == "auto" else asked
         _log.info(
             "tritonattn serves %d layers, pages of %d tokens, backend %s%s, %.1f MiB of buffers",
-            len(layer_names), kv_cache_spec.block_size, backend, by and f" ({by})",
+            len(layer_names), kv_cache_spec.block_size, self._backend, by and f" ({by})",
             buffers.nbytes / 2**20,
         )  # fmt: skip
 
@@ -190,6 +196,7 @@ class TritonAttnMetadataBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             page_size=self.kv_cache_spec.block_size,
             max_q_len=max_q_len,
             buffers=self._stage,
+            backend=self._backend,
         )
         return TritonAttnMetadata(plan)
 
@@ -270,3 +277,20 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
 def _is_neutral(value: object) -> bool:
     """Return whether an argument that only some models have asks for nothing."""
     return value is None or value is False or (isinstance(value, int) and value == -1)
+
+
+def _refuse(kv_cache_spec: Any, vllm_config: VllmConfig) -> None:
+    """Raise for what vLLM asks no `supports_*` about and a layer cannot see."""
+    asked = {
+        f"a cache of {type(kv_cache_spec).__name__}": type(kv_cache_spec) is not FullAttentionSpec,
+        "attention in chunks": getattr(kv_cache_spec, "attention_chunk_size", None) is not None,
+    }
+    # A draft model is given the metadata of the model it drafts for, whose plan is made by then.
+    speculation = vllm_config.speculative_config
+    if speculation is not None:
+        asked[f"speculation by {speculation.method}"] = speculation.method not in _DRAFTLESS
+    refused = ", ".join(name for name, wanted in asked.items() if wanted)
+    if refused:
+        raise NotImplementedError(
+            f"tritonattn does not support {refused} yet: choose another --attention-backend"
+        )

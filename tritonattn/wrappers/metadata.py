@@ -12,9 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tritonattn import env
 from tritonattn.layout import check_index_tensor
-from tritonattn.staging import check_place, cut, is_capturing, stage
+from tritonattn.staging import check_place, cut, is_capturing, stage, values_are_checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ class RowStarts:
 
 def _known(tensor: Tensor) -> list[int] | None:
     """Return the values, None if that would wait for the device."""
-    if tensor.device.type == "cpu" or env.validate_values():
+    if tensor.device.type == "cpu" or values_are_checked(tensor.device):
         return list(tensor.tolist())
     return None
 

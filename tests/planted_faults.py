@@ -20,6 +20,7 @@ from pathlib import Path
 
 from planted_faults_perf import PERF_FAULTS
 from planted_faults_stage import STAGE_FAULTS
+from planted_faults_vllm import VLLM_FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A named test takes seconds; one that takes longer to fail is not worth naming.
@@ -328,53 +329,6 @@ FAULTS = [
     *(Fault(*fault) for fault in PERF_FAULTS + STAGE_FAULTS),
 ]
 
-_V = "tests/test_engine_vllm.py::"
-# Their tests need vLLM.
-VLLM_FAULTS = [
-    Fault(
-        "scale-of-the-layer-ignored",
-        "tritonattn/engines/vllm_backend.py",
-        "plan=plan, sm_scale=self.scale, out=output",
-        "plan=plan, out=output",
-        _V + "test_steps_are_right",
-    ),
-    Fault(
-        "bound-of-the-capture-kept",
-        "tritonattn/engines/vllm_backend.py",
-        "mixed = mode.mixed_mode() == CUDAGraphMode.FULL",
-        "mixed = False",
-        _V + "test_a_plan_serves_what_stands_there_later",
-    ),
-    Fault(
-        "requests-of-earlier-steps",
-        "tritonattn/engines/vllm_backend.py",
-        "seq_lens=step.seq_lens[:batch]",
-        "seq_lens=step.seq_lens",
-        _V + "test_steps_are_right",
-    ),
-    Fault(
-        "room-for-fewer-requests",
-        "tritonattn/engines/vllm_backend.py",
-        "max_batch_size=scheduler.max_num_seqs",
-        "max_batch_size=scheduler.max_num_seqs // 2",
-        _V + "test_a_step_at_capacity",
-    ),
-    Fault(
-        "layers-before-pages",
-        "tritonattn/engines/vllm_backend.py",
-        "return (1, 2, 4, 0, 3, 5) if hnd else (1, 0, 2, 3, 4, 5)",
-        "return (0, 1, 2, 4, 3, 5) if hnd else (0, 1, 2, 3, 4, 5)",
-        _V + "test_the_cache_is_flashinfers",
-    ),
-    Fault(
-        "draft-models-let-in",
-        "tritonattn/engines/vllm_backend.py",
-        "speculation.method not in _DRAFTLESS",
-        "False",
-        _V + "test_draft_models_are_refused",
-    ),
-]
-
 
 def verdict(fault: Fault) -> str:
     """Return "" if the test of a fault catches it, else what went wrong."""
@@ -413,7 +367,7 @@ def main() -> int:
     parser.add_argument("name", nargs="*", help="default: all")
     parser.add_argument("--vllm", action="store_true", help="those of the adapter for vLLM")
     args = parser.parse_args()
-    known = VLLM_FAULTS if args.vllm else FAULTS
+    known = [Fault(*fault) for fault in VLLM_FAULTS] if args.vllm else FAULTS
     faults = [fault for fault in known if not args.name or fault.name in args.name]
     missed = 0
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -156,8 +156,10 @@ def stream_plan_kernel(
         base = whole
         rem = 0
     if num_pairs <= num_workers:
-        candidate = even + tl.arange(0, CANDIDATES) * tl.maximum(1, even // 128)
-        chunks = tl.zeros([CANDIDATES], tl.int64)
+        # So few pairs have few tiles for each worker: 32 bits hold them.
+        first_size = tl.minimum(even, 1 << 30).to(tl.int32)
+        candidate = first_size + tl.arange(0, CANDIDATES) * tl.maximum(1, first_size // 128)
+        chunks = tl.zeros([CANDIDATES], tl.int32)
         for first in range(0, batch_size, BLOCK):
             request = first + offs
             _, _, _, pairs, tiles = _work(
@@ -168,9 +170,9 @@ def stream_plan_kernel(
             cut = (tiles[None, :] + candidate[:, None] - 1) // candidate[:, None]
             chunks += tl.sum(pairs[None, :] * cut, 1)
         fits = (chunks <= num_workers) & (candidate <= limit)
-        best = tl.min(tl.where(fits, candidate, 0x7FFFFFFFFFFFFFFF), 0)
-        if best < 0x7FFFFFFFFFFFFFFF:
-            base = best
+        best = tl.min(tl.where(fits, candidate, 0x7FFFFFFF), 0)
+        if best < 0x7FFFFFFF:
+            base = best.to(tl.int64)
             rem = -1
 
     done = tl.full([], 0, tl.int64)

@@ -26,7 +26,6 @@ from torch import Tensor
 from tritonattn.env import INTERPRET
 from tritonattn.kernels._common import (
     attend,
-    attend_swapped,
     load_q,
     page_row,
     store_rows,
@@ -40,6 +39,7 @@ from tritonattn.kernels._config import (
     pow2_ceil,
     stream_workers,
 )
+from tritonattn.kernels._swapped import attend_swapped
 from tritonattn.kernels.stream_plan import FIELDS, Shares, padded, worker_of, worker_start
 from tritonattn.layout import PagedKVCache, PageTable, kernel_strides
 from tritonattn.spec import AttentionSpec

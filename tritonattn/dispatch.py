@@ -23,7 +23,7 @@ from tritonattn import env, graph_step
 from tritonattn.backends import (
     BACKENDS,
     FLASHINFER_KERNELS,
-    TRITON_KERNELS,
+    NAMES,
     UnsupportedError,
     get_backend,
     is_backend,
@@ -123,8 +123,7 @@ def asked(backend: str = "auto") -> tuple[str, str]:
         return _context.get(), "use_backend"
     named = env.backend()
     if named != "auto" and not is_backend(named):
-        allowed = (*BACKENDS, *TRITON_KERNELS, *FLASHINFER_KERNELS)
-        raise ValueError(f"TRITONATTN_BACKEND must be one of {allowed}, got {named!r}")
+        raise ValueError(f"TRITONATTN_BACKEND must be one of {NAMES}, got {named!r}")
     return (named, "TRITONATTN_BACKEND") if named != "auto" else ("auto", "")
 
 
@@ -163,13 +162,11 @@ def _by_policy(request: Request, policy: Policy) -> tuple[str, str]:
         f"{name} was {margin:.2f} times as fast in the nearest case of {policy.source}, {entry}"
     )
     refusals = []
-    for candidate in entry.ranking:
+    for candidate in (*entry.ranking, "triton"):
         refusal = None if candidate == "triton" else _refusal(request, candidate)
         if refusal is None:
             break
         refusals.append(refusal)
-    else:
-        candidate = "triton"
     if not refusals:
         return name, measured
     reason = f"auto falls back to {candidate}: {'; '.join(refusals)}; {measured}"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tritonattn import checks, graph_step, graphs
-from tritonattn.backends import BACKENDS, TRITON_KERNELS, Workspace, WorkspaceBytes, get_backend
+from tritonattn.backends import NAMES, Workspace, WorkspaceBytes, get_backend
 from tritonattn.implementations import implementation
 from tritonattn.spec import AttentionSpec, check_dtypes, check_head_dim, check_heads
 from tritonattn.staging import check_place, is_capturing, to_device
@@ -316,7 +316,7 @@ _GEOMETRY = {
 def part_bytes(capacity: StageCapacity, device: torch.device) -> list[int]:
     """Return the sizes of the parts of a stage: workspace, then metadata."""
     spec = capacity.spec(device)
-    needed = [get_backend(name).workspace_bytes(spec) for name in (*BACKENDS, *TRITON_KERNELS)]
+    needed = [get_backend(name).workspace_bytes(spec) for name in NAMES]
     workspace = WorkspaceBytes(*(max(sizes) for sizes in zip(*needed, strict=True)))
     return [*workspace, *(4 * entries for entries in capacity.metadata_entries())]
 

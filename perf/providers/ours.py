@@ -24,6 +24,7 @@ from tritonattn.perf.providers import (
 )
 from tritonattn.perf.providers.block_ops import BLOCK_KINDS, prepare_ours
 from tritonattn.perf.steps import AnyStep, BlockStep, Step
+from tritonattn.plan import AttentionPlan
 
 # The reference goes through a batch request by request, in no hurry.
 MAX_REFERENCE_FLOPS = 2e9
@@ -65,14 +66,11 @@ def _prepare(step: AnyStep) -> Prepared:
 
 
 def _prepare_attention(step: Step, backend: str = "triton") -> Prepared:
-    first = step.layers[0]
     plans: list[Any] = []
 
     def plan() -> None:
         # Stated: the automatic choice may be a peer.
-        plans[:] = [
-            tritonattn.plan_attention(first.q, first.kv_cache, **_metadata(step), backend=backend)
-        ]
+        plans[:] = [_plan(step, backend)]
 
     return _layers(step, plans, plan)
 
@@ -81,17 +79,13 @@ def _prepare_as_captured(step: Step, backend: str) -> Prepared:
     """Plan decode as the graphs of a stage do: on the host in place, before each replay."""
     if step.max_q_len > 1:
         return _prepare_attention(step, backend)
-    first, graph_step = step.layers[0], GraphStep({})
+    graph_step = GraphStep({})
     plans: list[Any] = []
 
     def plan() -> None:
         if graph_step.made is None:
             with graph_step.run():
-                plans[:] = [
-                    tritonattn.plan_attention(
-                        first.q, first.kv_cache, **_metadata(step), backend=backend
-                    )
-                ]
+                plans[:] = [_plan(step, backend)]
         on_host = graph_step.made
         if on_host is not None:
             on_host.replan()
@@ -99,7 +93,13 @@ def _prepare_as_captured(step: Step, backend: str) -> Prepared:
     return _layers(step, plans, plan)
 
 
+def _plan(step: Step, backend: str) -> AttentionPlan:
+    first = step.layers[0]
+    return tritonattn.plan_attention(first.q, first.kv_cache, **_metadata(step), backend=backend)
+
+
 def _layers(step: Step, plans: list[Any], plan: Callable[[], None]) -> Prepared:
+    """Bind layers to the plan that `plan` leaves in `plans`."""
 
     def bind(layer: Layer) -> Call:
         return partial(

@@ -17,9 +17,10 @@ from tritonattn.layout import PagedKVCache, PageTable
 from tritonattn.spec import AttentionSpec
 
 BACKENDS = ("triton", "flashinfer", "reference")
-# "flashinfer" takes the one that suits a step; these are for who wants to know it better.
 TRITON_KERNELS = ("triton:stream",)
+# "flashinfer" takes the one that suits a step; these are for who wants to know it better.
 FLASHINFER_KERNELS = tuple(f"flashinfer:{name}" for name in ("decode", "tc", "fa2", "fa3", "xqa"))
+NAMES = (*BACKENDS, *TRITON_KERNELS, *FLASHINFER_KERNELS)
 
 
 class UnsupportedError(ValueError):
@@ -113,15 +114,14 @@ class Backend(Protocol):
 
 def is_backend(name: str) -> bool:
     """Return whether a name is a backend's, or has one of its kernels behind a colon."""
-    return name in BACKENDS or name in (*TRITON_KERNELS, *FLASHINFER_KERNELS)
+    return name in NAMES
 
 
 @functools.cache
 def get_backend(name: str) -> Backend:
     """Return a backend by name; raise `ValueError` for an unknown one."""
     if not is_backend(name):
-        allowed = ("auto", *BACKENDS, *TRITON_KERNELS, *FLASHINFER_KERNELS)
-        raise ValueError(f"backend must be one of {allowed}, got {name!r}")
+        raise ValueError(f"backend must be one of {('auto', *NAMES)}, got {name!r}")
     base, _, kernel = name.partition(":")
     module = importlib.import_module(f"tritonattn.backends.{base}")
     backend: Backend = module.with_kernel(kernel) if kernel else module.BACKEND

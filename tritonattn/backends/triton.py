@@ -66,11 +66,11 @@ class TritonBackend:
 
     def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
         """Return the sizes of the work lists and of the partial states."""
-        shapes = within(spec)
-        return WorkspaceBytes(
-            step=max(plan_op.workspace_bytes(shape) for shape in shapes),
-            call=max(decode_op.workspace_bytes(shape) for shape in shapes),
-        )
+        needed = [self._needed(shape) for shape in within(spec)]
+        return WorkspaceBytes(*(max(sizes) for sizes in zip(*needed, strict=True)))
+
+    def _needed(self, spec: AttentionSpec) -> WorkspaceBytes:
+        return WorkspaceBytes(plan_op.workspace_bytes(spec), decode_op.workspace_bytes(spec))
 
     def plan(
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
@@ -80,8 +80,7 @@ class TritonBackend:
         The work lists are read by every layer of a step, so they lie in the step's memory; partial
         states live within a run.
         """
-        needed = WorkspaceBytes(plan_op.workspace_bytes(spec), decode_op.workspace_bytes(spec))
-        lists, partials = _memory(spec, workspace, needed)
+        lists, partials = _memory(spec, workspace, self._needed(spec))
         work = plan_op.carve(spec, lists)
         with on_device(spec.device):
             plan_op.plan(spec, table, qo_indptr, work)
@@ -109,20 +108,15 @@ class StreamBackend(TritonBackend):
     name = "triton:stream"
     caveat = "; not measured yet"
 
-    def workspace_bytes(self, spec: AttentionSpec) -> WorkspaceBytes:
-        """Return the sizes of lists and shares, and of the partial states."""
-        shapes = within(spec)
-        return WorkspaceBytes(
-            step=max(_step_bytes(shape) for shape in shapes),
-            call=max(stream_op.workspace_bytes(shape) for shape in shapes),
-        )
+    def _needed(self, spec: AttentionSpec) -> WorkspaceBytes:
+        step = stream_plan_op.workspace_bytes(spec) + plan_op.workspace_bytes(spec)
+        return WorkspaceBytes(step, stream_op.workspace_bytes(spec))
 
     def plan(  # type: ignore[override]
         self, spec: AttentionSpec, table: PageTable, qo_indptr: Tensor, workspace: Workspace
     ) -> StreamPlan:
         """Launch the planner of shares, and that of query tiles where there can be any."""
-        needed = WorkspaceBytes(_step_bytes(spec), stream_op.workspace_bytes(spec))
-        step, call = _memory(spec, workspace, needed)
+        step, call = _memory(spec, workspace, self._needed(spec))
         # Shares first: they have words of 8 bytes.
         first = stream_plan_op.workspace_bytes(spec)
         shares = stream_plan_op.carve(spec, step[:first])
@@ -142,10 +136,6 @@ class StreamBackend(TritonBackend):
                 call.spec, call.q, call.cache, call.table, state.shares, state.partials, call.out,
                 call.lse, **_scales(call),
             )  # fmt: skip
-
-
-def _step_bytes(spec: AttentionSpec) -> int:
-    return stream_plan_op.workspace_bytes(spec) + plan_op.workspace_bytes(spec)
 
 
 def _memory(

@@ -132,7 +132,7 @@ class TritonAttnMetadataBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _refuse(kv_cache_spec, vllm_config)
+        _check_cache_and_speculation(kv_cache_spec, vllm_config)
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
         buffers = PipelineBuffers.allocate(
@@ -226,11 +226,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             f"attn_type {attn_type}": attn_type != AttentionType.DECODER,
             **{name: not _is_neutral(value) for name, value in features.items()},
         }
-        refused = ", ".join(name for name, wanted in asked.items() if wanted)
-        if refused:
-            raise NotImplementedError(
-                f"tritonattn does not support {refused} yet: choose another --attention-backend"
-            )
+        _refuse(asked)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -279,7 +275,16 @@ def _is_neutral(value: object) -> bool:
     return value is None or value is False or (isinstance(value, int) and value == -1)
 
 
-def _refuse(kv_cache_spec: Any, vllm_config: VllmConfig) -> None:
+def _refuse(asked: dict[str, bool]) -> None:
+    """Raise if something is asked for; names what."""
+    refused = ", ".join(name for name, wanted in asked.items() if wanted)
+    if refused:
+        raise NotImplementedError(
+            f"tritonattn does not support {refused} yet: choose another --attention-backend"
+        )
+
+
+def _check_cache_and_speculation(kv_cache_spec: Any, vllm_config: VllmConfig) -> None:
     """Raise for what vLLM asks no `supports_*` about and a layer cannot see."""
     asked = {
         f"a cache of {type(kv_cache_spec).__name__}": type(kv_cache_spec) is not FullAttentionSpec,
@@ -289,8 +294,4 @@ def _refuse(kv_cache_spec: Any, vllm_config: VllmConfig) -> None:
     speculation = vllm_config.speculative_config
     if speculation is not None:
         asked[f"speculation by {speculation.method}"] = speculation.method not in _DRAFTLESS
-    refused = ", ".join(name for name, wanted in asked.items() if wanted)
-    if refused:
-        raise NotImplementedError(
-            f"tritonattn does not support {refused} yet: choose another --attention-backend"
-        )
+    _refuse(asked)
